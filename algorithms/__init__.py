@@ -1,0 +1,1 @@
+"""Routing algorithms: the interface and one small file per algorithm."""

@@ -1,0 +1,3 @@
+"""The daemon: configuration, supervisor, API, workers and their command line."""
+
+__version__ = "0.1.0"

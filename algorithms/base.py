@@ -1,0 +1,192 @@
+"""The interface of a routing algorithm: `route`, `send`, `receive`, from the view of one side of one route.
+
+Family of a side (`keep_sample`): in the *rewrite* family the decision is about the token just sampled, which is discarded and
+written by the peer; in the *keep* family that token stays and the decision is who writes the next one.
+Source of the three-function shape: TokenRouter, arXiv 2610.12242.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import msgspec
+import torch
+
+
+class NoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parameters of an algorithm that has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteContext:
+    """What a side knows of its route, once, when it is built."""
+
+    models: tuple[str, ...]
+    """Names in the route's order; index 0 is the entry."""
+    side: int
+    """Index of this worker's model in `models`."""
+    vocab_size: int
+    hidden_size: int
+    device: torch.device
+
+    def destination(self, model: int) -> int:
+        """Destination number of route index `model` as seen from this side: 0 = stay, k = the k-th other model."""
+        if model == self.side:
+            return 0
+        return model + 1 if model < self.side else model
+
+
+@dataclass(slots=True)
+class StepResult:
+    """The R rows of one forward pass that belong to one route, all on this side. Nothing in it may be modified."""
+
+    logits: torch.Tensor
+    """[R, V] float32, raw: before temperature and masks."""
+    hidden: torch.Tensor
+    """[R, H] the LM head's input."""
+    tokens: torch.Tensor
+    """[R] int64: the sampled tokens."""
+    index: torch.Tensor
+    """[R] int64: output index of the sampled token."""
+    seed: torch.Tensor
+    """[R] int64: the request seed's bits."""
+    choice: torch.Tensor
+    """[R] int64."""
+    params: dict[str, torch.Tensor]
+    """Each numeric parameter of the algorithm as a per-row float32 tensor [R] (per-request overrides are already in it)."""
+    state: list[dict[str, float]]
+    """[R] per-request scratch space of this side, kept from step to step; empty at first."""
+
+
+@dataclass(slots=True)
+class TokenView:
+    """One row of a step for `Algorithm.decide`: plain Python, for rules that fit in a line."""
+
+    logits: torch.Tensor
+    """[V] float32, raw."""
+    hidden: torch.Tensor
+    """[H]"""
+    token: int
+    index: int
+    seed: int
+    choice: int
+    params: dict[str, float]
+    state: dict[str, float]
+
+    @property
+    def probabilities(self) -> torch.Tensor:
+        """[V] softmax of the raw logits."""
+        return torch.softmax(self.logits, dim=-1)
+
+    @property
+    def confidence(self) -> float:
+        """Largest probability of the raw distribution."""
+        return float(self.probabilities.max())
+
+    @property
+    def entropy(self) -> float:
+        """Entropy of the raw distribution in nats."""
+        logp = torch.log_softmax(self.logits, dim=-1)
+        return float(-(logp.exp() * logp).sum())
+
+
+@dataclass(slots=True)
+class OutputView:
+    """A request as `send` and `receive` see it: output ids only, all committed."""
+
+    output: Sequence[int]
+    """Committed output ids (the keep family's sample included)."""
+    prompt_length: int
+    known: tuple[int, ...]
+    """Per model of the route: output tokens it knows (-1: not even the prompt)."""
+    state: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """What `send` decides: the output ids from `start` on, and the first index that the peer may write."""
+
+    start: int
+    loc: int
+    payload: bytes = b""
+
+
+class Algorithm:
+    """One side of a routing algorithm. Subclasses give `route` or `decide`, and `keep_sample`.
+
+    A file in `algorithms/` (or a user's, by entry point group `trouterd.algorithms` or by path in the config) exposes one
+    `Definition`. Randomness must be keyed by (seed, choice, index): see `models.rng`.
+    """
+
+    keep_sample: ClassVar[bool] = False
+    """True: the sampled token is kept and travels in the suffix. False: it is dropped and the peer writes its position."""
+    pure: ClassVar[bool] = True
+    """`route` is tensor code without host synchronisation, so that it can be captured in a graph. Set by overriding `decide`."""
+
+    def __init__(self, context: RouteContext, params: msgspec.Struct) -> None:
+        self.context = context
+        self.params = params
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if "decide" in cls.__dict__:
+            cls.pure = False
+
+    def route(self, step: StepResult) -> torch.Tensor:
+        """[R] int64 destination per row: 0 = stay here, k = the k-th other model of the route, from 1."""
+        names = list(step.params)
+        columns = [step.params[name].tolist() for name in names]
+        tokens, index = step.tokens.tolist(), step.index.tolist()
+        seed, choice = step.seed.tolist(), step.choice.tolist()
+        rows = (
+            TokenView(
+                step.logits[r],
+                step.hidden[r],
+                tokens[r],
+                index[r],
+                seed[r],
+                choice[r],
+                {name: column[r] for name, column in zip(names, columns, strict=True)},
+                step.state[r],
+            )
+            for r in range(len(tokens))
+        )
+        return torch.tensor([self.decide(row) for row in rows], dtype=torch.int64)
+
+    def decide(self, token: TokenView) -> int:
+        """The same as `route` for one request, in plain Python; slower, batched by `route`."""
+        raise NotImplementedError(f"{type(self).__name__} defines neither route() nor decide()")
+
+    def send(self, request: OutputView, model: int) -> Handoff:
+        """Which suffix goes to route index `model`; default: what it has not seen."""
+        return Handoff(start=max(request.known[model], 0), loc=len(request.output))
+
+    def receive(self, request: OutputView, tokens: Sequence[int], payload: bytes) -> int:
+        """How many of the returned tokens to accept; default: all."""
+        del request, payload
+        return len(tokens)
+
+
+class ReturnAfterOne(Algorithm):
+    """The peer's side of every algorithm that asks for one token: keep it, go back to the entry."""
+
+    keep_sample = True
+
+    def route(self, step: StepResult) -> torch.Tensor:
+        """Always back to the entry."""
+        return torch.full_like(step.tokens, self.context.destination(0))
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """What an algorithm file exposes: a name, the class of each side, its parameters and how many models it takes."""
+
+    name: str
+    sides: Callable[[int], type[Algorithm]]
+    """Route index -> class: 0 is the entry, so that the small and the large side may differ (R-Stitch)."""
+    params: type[msgspec.Struct] = NoParams
+    """Frozen struct with `forbid_unknown_fields`; ranges by `msgspec.Meta`; every numeric field may be set live and per request."""
+    min_models: int = 2
+    max_models: int = 2

@@ -1,0 +1,165 @@
+"""Every key of trouterd.toml: its type, default, unit, range and whether it can be changed live. Nothing is documented twice."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+LIVE = {"live": True}
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=False):
+    """Base of all sections: frozen, unknown keys are errors."""
+
+
+class Server(Section, frozen=True):
+    """The endpoint and its limits."""
+
+    socket: Annotated[str, Meta(description="Unix socket of the HTTP API; '' for none.")] = "trouterd.sock"
+    socket_mode: Annotated[
+        int, Meta(ge=0, le=0o777, description="Permission bits of both sockets, from the first instant.")
+    ] = 0o600
+    socket_group: Annotated[str, Meta(description="Group that owns both sockets; '' keeps the process's own.")] = ""
+    listen: Annotated[str, Meta(description="TCP address of the HTTP API, HOST:PORT; '' for none.")] = ""
+    control: Annotated[
+        str,
+        Meta(description="Control socket of trouterctl; '' = the API socket's path with .ctl in place of its suffix."),
+    ] = ""
+    api_key_file: Annotated[
+        str, Meta(description="File with one bearer key a line; '' = no key asked. Covers all but /health and /ready.")
+    ] = ""
+    max_active_requests: Annotated[
+        int, Meta(ge=1, description="Requests in the daemon at once; more are answered 429.", extra=LIVE)
+    ] = 1024
+    max_body_bytes: Annotated[int, Meta(ge=1024, description="Largest request body, bytes.")] = 16 << 20
+    drain_timeout: Annotated[
+        float, Meta(ge=0, description="Seconds that running answers get after SIGTERM.", extra=LIVE)
+    ] = 30.0
+    keepalive_interval: Annotated[
+        float,
+        Meta(
+            ge=0, description="Seconds without a token after which a stream gets an SSE comment; 0 = never.", extra=LIVE
+        ),
+    ] = 15.0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Lowest level that is logged.", extra=LIVE)
+    ] = "info"
+    log_format: Annotated[Literal["text", "json"], Meta(description="Shape of a log line on standard error.")] = "text"
+
+
+class Supervision(Section, frozen=True):
+    """How the supervisor watches its children."""
+
+    heartbeat_interval: Annotated[float, Meta(gt=0, description="Seconds between two pings of a child.")] = 0.5
+    peer_stall: Annotated[
+        float,
+        Meta(
+            gt=0, description="Seconds without an answer to a ping after which a worker counts as stalled.", extra=LIVE
+        ),
+    ] = 2.0
+    stall_after: Annotated[
+        float, Meta(gt=0, description="Seconds that one step may take before /ready turns 503.", extra=LIVE)
+    ] = 30.0
+    restart_backoff: Annotated[
+        float, Meta(gt=0, description="Seconds before the first restart of a dead child; doubles up to 30 s.")
+    ] = 0.5
+    start_timeout: Annotated[float, Meta(gt=0, description="Seconds that a child may take to become ready.")] = 600.0
+
+
+class Rings(Section, frozen=True):
+    """The shared-memory rings between processes."""
+
+    capacity: Annotated[int, Meta(ge=1 << 16, description="Bytes of one ring, a power of two.")] = 1 << 20
+    spill_records: Annotated[int, Meta(ge=1, description="Records that may wait in a sender when a ring is full.")] = (
+        4096
+    )
+    spill_bytes: Annotated[
+        int, Meta(ge=1 << 16, description="Bytes that may wait in a sender when a ring is full.")
+    ] = 8 << 20
+    spin_us: Annotated[
+        int,
+        Meta(ge=0, le=1000, description="Microseconds that a worker with requests in flight spins before it sleeps."),
+    ] = 0
+    checksum: Annotated[bool, Meta(description="Checksum every record (finds wild writes; costs time).")] = False
+
+
+class Model(Section, frozen=True):
+    """One model, served by one worker process."""
+
+    path: Annotated[
+        str,
+        Meta(
+            description="Hugging Face directory, 'builtin:small' or 'builtin:large' of the demo pair, or a script file."
+        ),
+    ]
+    format: Annotated[
+        Literal["hf", "script"],
+        Meta(description="'script' replays ids from a JSON file: tests and overhead benchmarks."),
+    ] = "hf"
+    tokenizer: Annotated[str, Meta(description="Directory of the tokenizer; '' = the model's own.")] = ""
+    device: Annotated[str, Meta(description="'cpu' or a CUDA device such as 'cuda:0'.")] = "cpu"
+    dtype: Annotated[Literal["float32", "bfloat16"], Meta(description="Type of weights and KV.")] = "float32"
+    threads: Annotated[int, Meta(ge=1, description="CPU threads of the worker.")] = 1
+    context_length: Annotated[int, Meta(ge=0, description="Largest prompt + output, tokens; 0 = the model's own.")] = 0
+    kv_tokens: Annotated[
+        int, Meta(ge=0, description="KV pool size in tokens; 0 = 16 full contexts, capped by kv_bytes.")
+    ] = 0
+    kv_bytes: Annotated[int, Meta(ge=1 << 20, description="Most bytes that an automatic KV pool takes.")] = 1 << 30
+    page_size: Annotated[int, Meta(ge=1, description="Tokens of one KV page.")] = 16
+    prefix_cache: Annotated[
+        bool, Meta(description="Keep the KV of finished prompts and answers for later requests.")
+    ] = True
+    max_requests: Annotated[int, Meta(ge=1, description="Requests that may hold KV here at once.")] = 256
+    max_batch_tokens: Annotated[
+        int, Meta(ge=16, description="Token rows of one step; longer prefills are chunked.", extra=LIVE)
+    ] = 512
+
+
+class Route(Section, frozen=True):
+    """A name that clients use as `model`, and who writes its tokens."""
+
+    models: Annotated[list[str], Meta(min_length=1, description="Model names; the first one is the entry.")]
+    algorithm: Annotated[
+        str,
+        Meta(description="Name of a built-in or installed algorithm, or the path of a Python file that defines one."),
+    ] = "none"
+    params: Annotated[
+        dict[str, Any],
+        Meta(description="The algorithm's parameters (docs/algorithms.md); numbers are live.", extra=LIVE),
+    ] = {}
+    on_peer_loss: Annotated[
+        Literal["fallback", "fail"],
+        Meta(
+            description="When a peer is lost or full: the entry goes on alone, or the request fails with 503.",
+            extra=LIVE,
+        ),
+    ] = "fallback"
+    max_stall: Annotated[
+        int,
+        Meta(
+            ge=1, description="Hand-offs without progress after which the holder must commit its own token.", extra=LIVE
+        ),
+    ] = 8
+
+
+class Config(Section, frozen=True):
+    """The whole of trouterd.toml."""
+
+    server: Server = Server()
+    supervision: Supervision = Supervision()
+    rings: Rings = Rings()
+    models: Annotated[dict[str, Model], Meta(description="One table per model.")] = {}
+    routes: Annotated[
+        dict[str, Route], Meta(description="One table per route; every model is also a route of its own.")
+    ] = {}
+
+    def all_routes(self) -> dict[str, Route]:
+        """Configured routes plus one single-model route per model, by public name."""
+        singles = {name: Route(models=[name]) for name in self.models}
+        return singles | self.routes
+
+    def worker_index(self, model: str) -> int:
+        """Index of a model's worker: its place in `models`."""
+        return list(self.models).index(model)
