@@ -33,6 +33,8 @@ class NackReason(enum.IntEnum):
     """It does not have the ids in front of the suffix: resend the prompt and all output."""
     FULL = 2
     """It can take nothing now: the sender keeps the request and commits its own token."""
+    ERROR = 3
+    """Its step failed: the sender keeps the request or fails it, by policy."""
 
 
 class Sampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -160,6 +162,8 @@ class PeerReq(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The whole request, sent when the receiver is not known to have it."""
     payload: bytes = b""
     """The algorithm's own."""
+    sent_ns: int = 0
+    """CLOCK_MONOTONIC when sent, for the hand-off latency histogram (one clock for all processes of a host)."""
 
 
 class Nack(msgspec.Struct, array_like=True, frozen=True, gc=False):
