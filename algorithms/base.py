@@ -94,14 +94,24 @@ class TokenView:
 
 @dataclass(slots=True)
 class OutputView:
-    """A request as `send` and `receive` see it: output ids only, all committed."""
+    """A request as `send` and `receive` see it."""
 
-    output: Sequence[int]
-    """Committed output ids (the keep family's sample included)."""
+    tokens: Sequence[int]
+    """Prompt and committed output ids (the keep family's sample included)."""
     prompt_length: int
-    known: tuple[int, ...]
+    known: Sequence[int]
     """Per model of the route: output tokens it knows (-1: not even the prompt)."""
     state: dict[str, float]
+
+    @property
+    def output_length(self) -> int:
+        """Committed output tokens."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def output(self) -> Sequence[int]:
+        """Committed output ids (a copy)."""
+        return self.tokens[self.prompt_length :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +171,7 @@ class Algorithm:
 
     def send(self, request: OutputView, model: int) -> Handoff:
         """Which suffix goes to route index `model`; default: what it has not seen."""
-        return Handoff(start=max(request.known[model], 0), loc=len(request.output))
+        return Handoff(start=max(request.known[model], 0), loc=request.output_length)
 
     def receive(self, request: OutputView, tokens: Sequence[int], payload: bytes) -> int:
         """How many of the returned tokens to accept; default: all."""

@@ -1,0 +1,1 @@
+"""One model's process: scheduler, decode loop, client and peer loops."""

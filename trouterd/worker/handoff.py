@@ -1,0 +1,283 @@
+"""Hand-offs: which suffix travels, what a receiver takes, and what happens when it does not.
+
+`handoff_seq` orders everything: a hand-off carries a larger number than any before it, tokens that a peer streams carry the
+number of the hand-off that gave it the request, and whatever is not newer than the receiver's own number is counted and dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from algorithms.base import OutputView
+from ipc.messages import Abort, Nack, NackReason, PeerReq, pack_ids, unpack_ids
+from trouterd.worker.outbound import Outbound
+from trouterd.worker.request import GENERATION, NO_TOKEN, Request, State
+from trouterd.worker.scheduler import Scheduler
+from trouterd.worker.stats import Stats
+
+log = logging.getLogger(__name__)
+
+
+class Handoffs:
+    """The sending and receiving rules of one worker; called by the decode loop only."""
+
+    def __init__(
+        self, index: int, requests: dict[int, Request], scheduler: Scheduler, outbound: Outbound, stats: Stats
+    ) -> None:
+        self.index = index
+        self.requests = requests
+        self.scheduler = scheduler
+        self.outbound = outbound
+        self.stats = stats
+        self.on_tokens: Callable[[Request], None] = lambda request: None
+        """Called when the entry has new tokens, or the end, from a peer."""
+
+    # Sending
+
+    def send(self, request: Request, model: int, held: int) -> bool:
+        """Hand the request to a model of its route; False when that one cannot be reached and the request stays here.
+
+        Args:
+            request: running here.
+            model: route index of the receiver.
+            held: the dropped sample of the rewrite family, NO_TOKEN in the keep family.
+        """
+        route = request.route
+        target = route.workers[model]
+        if not self.outbound.available(target):
+            return False
+        if route.side != 0 and model != 0 and not self.stream(request, holder=target):
+            return False
+        handoff = route.algorithm.send(_view(request), model)
+        unknown = request.known[model] < 0
+        start = 0 if unknown else handoff.start
+        length = request.output_length
+        now = time.monotonic_ns()
+        known = tuple(length if m in (route.side, model) else k for m, k in enumerate(request.known))
+        message = PeerReq(
+            rid=request.rid,
+            source=self.index,
+            destination=target,
+            entry=request.entry,
+            handoff_seq=request.handoff_seq + 1,
+            start=start,
+            token_ids=_suffix(request, start),
+            loc=handoff.loc,
+            known=known,
+            writers=bytes(request.writers[start:]),
+            stall=request.stall + 1,
+            handoffs=request.handoffs + 1,
+            submit=request.submit if unknown else None,
+            payload=handoff.payload,
+            sent_ns=now,
+        )
+        if not self.outbound.offer(target, message):
+            return False
+        request.handoff_seq += 1
+        request.handoffs += 1
+        request.stall += 1
+        request.known = list(known)
+        request.held = held
+        request.holder = model
+        request.pending_since_ns = now
+        self.scheduler.pend(request)
+        self.stats.handoff(self.index, target, length - start)
+        return True
+
+    def stream(self, request: Request, holder: int) -> bool:
+        """Visitor: send the entry what it has not seen while the request stays with worker `holder`."""
+        length, start = request.output_length, request.known[0]
+        if start == length and holder == self.index:
+            return True
+        request.known[0] = length
+        message = self._to_entry(request, start, partial=True, destination=holder)
+        if self.outbound.offer(request.entry, message):
+            return True
+        request.known[0] = start
+        return False
+
+    def finish(self, request: Request, reason: str, trim: int) -> None:
+        """Visitor: the answer ended here; the entry tells everybody else."""
+        start = request.known[0]
+        request.known[0] = request.output_length
+        request.handoff_seq += 1
+        self.outbound.post(
+            request.entry,
+            self._to_entry(request, start, partial=False, destination=request.entry, finish=reason, trim=trim),
+        )
+        self.scheduler.pend(request)
+
+    def refuse(self, request: Request, reason: NackReason) -> None:
+        """Visitor: give the request up: to its sender as it came, or to the entry if this visit has written anything."""
+        self.stats.refusals += 1
+        if request.output_length > request.visit_start:
+            self.send(request, 0, NO_TOKEN)
+            return
+        self.outbound.post(
+            request.visit_source, Nack(request.rid, self.index, request.handoff_seq, reason)
+        )
+        self.scheduler.pend(request)
+
+    def _to_entry(
+        self, request: Request, start: int, *, partial: bool, destination: int, finish: str = "", trim: int = 0
+    ) -> PeerReq:
+        known = list(request.known)
+        known[request.route.side] = request.output_length
+        return PeerReq(
+            rid=request.rid,
+            source=self.index,
+            destination=destination,
+            entry=request.entry,
+            handoff_seq=request.handoff_seq,
+            start=start,
+            token_ids=_suffix(request, start),
+            loc=request.output_length,
+            known=tuple(known),
+            writers=bytes(request.writers[start:]),
+            partial=partial,
+            finish=finish,
+            trim=trim,
+            stall=request.stall,
+            handoffs=request.handoffs,
+            sent_ns=time.monotonic_ns(),
+        )
+
+    # Receiving
+
+    def take(self, message: PeerReq) -> Request | None:
+        """Visitor: a hand-off has arrived; the request, or None when it was stale or refused.
+
+        A hand-off that takes over from where an older visit was never completed overwrites that visit's own tokens: only
+        what the entry holds counts.
+        """
+        request = self.requests.get(message.rid)
+        if request is None or message.start > request.output_length:
+            self.stats.nacks_sent += 1
+            self.outbound.post(
+                message.source, Nack(message.rid, self.index, message.handoff_seq, NackReason.STALE)
+            )
+            return None
+        if message.handoff_seq <= request.handoff_seq:
+            self.stats.stale_messages += 1
+            return None
+        ids = unpack_ids(message.token_ids).tolist()
+        # Out of the queues first: an unfinished older visit may still be in them.
+        self.scheduler.pend(request)
+        if message.start < request.output_length:
+            request.cut(message.start)
+            self.scheduler.truncate(request)
+        accepted = request.route.algorithm.receive(_view(request), ids, message.payload)
+        request.tokens += ids[:accepted]
+        request.writers += message.writers[:accepted]
+        request.handoff_seq = message.handoff_seq
+        request.known = list(message.known)
+        request.known[request.route.side] = request.output_length
+        request.stall = message.stall
+        request.handoffs = message.handoffs
+        request.holder = request.route.side
+        request.held = NO_TOKEN
+        request.visit_source = message.source
+        request.visit_start = request.output_length
+        request.handoff_sent_ns = message.sent_ns
+        self.scheduler.add(request)
+        return request
+
+    def resume(self, message: PeerReq) -> None:
+        """Entry: tokens, the request itself, or its end have come from a peer."""
+        request = self.requests.get(message.rid)
+        if request is None:
+            # Aborted or finished meanwhile; whoever still works on it should stop.
+            self.stats.stale_messages += 1
+            self.outbound.post(message.source, Abort(message.rid))
+            return
+        if not _fresh(request, message):
+            self.stats.stale_messages += 1
+            return
+        request.stash.append(message)
+        request.stash.sort(key=lambda m: (m.start, m.handoff_seq))
+        while request.stash and request.stash[0].start <= request.output_length and not request.over:
+            following = request.stash.pop(0)
+            if _fresh(request, following):
+                self._apply(request, following)
+            else:
+                self.stats.stale_messages += 1
+
+    def _apply(self, request: Request, message: PeerReq) -> None:
+        skip = request.output_length - message.start
+        ids = unpack_ids(message.token_ids).tolist()[skip:]
+        accepted = request.route.algorithm.receive(_view(request), ids, message.payload)
+        for token, writer in zip(ids[:accepted], message.writers[skip : skip + accepted], strict=True):
+            request.append(token, writer)
+        whole = accepted == len(ids)
+        length = request.output_length
+        request.known = [min(k, length) for k in message.known]
+        request.known[0] = length
+        request.handoffs = message.handoffs
+        if ids:
+            request.held = NO_TOKEN
+        if message.finish and whole:
+            request.finish, request.trim = message.finish, message.trim
+        elif message.partial and whole:
+            request.holder = request.route.workers.index(message.destination)
+        else:
+            request.handoff_seq = message.handoff_seq
+            request.stall = message.stall
+            request.handoff_sent_ns = message.sent_ns
+            self._back_here(request)
+        self.on_tokens(request)
+
+    def nacked(self, message: Nack) -> Request | None:
+        """Sender: a hand-off was not taken. Returns the request when it is here again and its held token should be committed."""
+        request = self.requests.get(message.rid)
+        if request is None or request.state is not State.PENDING or message.handoff_seq != request.handoff_seq:
+            self.stats.stale_messages += 1
+            return None
+        self.stats.nacks_received += 1
+        if message.reason is NackReason.STALE:
+            model = request.route.workers.index(message.source)
+            request.known[model] = -1
+            if self._resend(request, model):
+                return None
+        return request
+
+    def _resend(self, request: Request, model: int) -> bool:
+        """Hand off again, this time with the prompt and all output."""
+        held = request.held
+        self._back_here(request)
+        return self.send(request, model, held)
+
+    def reclaim(self, request: Request) -> None:
+        """Entry: take a request back from a peer that is lost; whatever that peer still sends is stale from now on."""
+        request.handoff_seq = (request.handoff_seq // GENERATION + 1) * GENERATION
+        request.stash.clear()
+
+    def _back_here(self, request: Request) -> None:
+        request.holder = request.route.side
+        request.pending_ns += time.monotonic_ns() - request.pending_since_ns
+        self.scheduler.add(request)
+
+    def take_back(self, request: Request) -> int:
+        """The request is here again without a peer's token: returns the held one (or NO_TOKEN) for the caller to commit."""
+        held, request.held = request.held, NO_TOKEN
+        if request.state is State.PENDING:
+            self._back_here(request)
+        return held
+
+
+def _fresh(request: Request, message: PeerReq) -> bool:
+    """A message for the entry that still counts."""
+    if request.state is not State.PENDING or request.over:
+        return False
+    if message.partial:
+        return message.handoff_seq >= request.handoff_seq
+    return message.handoff_seq > request.handoff_seq
+
+
+def _view(request: Request) -> OutputView:
+    return OutputView(request.tokens, request.prompt_length, request.known, request.scratch)
+
+
+def _suffix(request: Request, start: int) -> bytes:
+    return pack_ids(request.tokens[request.prompt_length + start :])

@@ -1,0 +1,132 @@
+"""A request as one worker sees it. Only the decode loop changes it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from ipc.messages import PeerReq, Submit, unpack_ids
+from trouterd.worker.route import WorkerRoute
+
+NO_SLOT = -1
+NO_TOKEN = -1
+GENERATION = 1 << 32
+"""Step of `handoff_seq` when the entry takes a request back from a lost peer: larger than any number of hand-offs that can
+still be under way, so that whatever the lost peer sends later is stale."""
+
+
+class State(enum.Enum):
+    """Where the request's next token is written, as seen from here."""
+
+    WAITING = "waiting"
+    """Here, without a KV slot yet (new, or preempted)."""
+    RUNNING = "running"
+    """Here, in the batches."""
+    PENDING = "pending"
+    """With another model; KV kept."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Ids, KV progress and hand-off bookkeeping of one request on one worker."""
+
+    rid: int
+    submit: Submit
+    route: WorkerRoute
+    entry: int
+    """Worker index of the entry."""
+    tokens: list[int]
+    """Prompt + committed output; `known` in the design's words is its length."""
+    prompt_length: int
+    state: State = State.PENDING
+    fed: int = 0
+    """Tokens whose K and V are in the pool."""
+    slot: int = NO_SLOT
+    writers: bytearray = field(default_factory=bytearray)
+    """Route index of the writer, per output id."""
+    handoff_seq: int = 0
+    known: list[int] = field(default_factory=list)
+    """Per model of the route: output tokens it knows (-1: not even the prompt)."""
+    stall: int = 0
+    handoffs: int = 0
+    held: int = NO_TOKEN
+    """Rewrite family: the token that was dropped at the hand-off, committed if the peer does not take the request."""
+    holder: int = 0
+    """Route index of the model that has the request."""
+    scratch: dict[str, float] = field(default_factory=dict)
+    """The algorithm's per-request state on this side."""
+    streamed: int = 0
+    """Entry: output tokens that went to the api; visitor: that went to the entry."""
+    stash: list[PeerReq] = field(default_factory=list)
+    """Entry: messages that overtook tokens which travel on another ring."""
+    handoff_sent_ns: int = 0
+    """When the hand-off that brought the request here was sent; 0 once its first step has started."""
+    pending_since_ns: int = 0
+    pending_ns: int = 0
+    arrived_ns: int = 0
+    warm: bool = False
+    """Entry: the peers have been told of the request. Visitor: prefill its prompt while it is still with the entry."""
+    visit_source: int = 0
+    """Visitor: worker index of the sender of the hand-off that brought it here."""
+    visit_start: int = 0
+    """Visitor: output length when this visit began."""
+    finish: str = ""
+    trim: int = 0
+    error: str = ""
+
+    @classmethod
+    def open(cls, submit: Submit, route: WorkerRoute, entry: int, now_ns: int) -> Request:
+        """A request that has its prompt and no output."""
+        prompt = unpack_ids(submit.prompt).tolist()
+        return cls(
+            rid=submit.rid,
+            submit=submit,
+            route=route,
+            entry=entry,
+            tokens=prompt,
+            prompt_length=len(prompt),
+            known=[-1] * len(route.workers),
+            arrived_ns=now_ns,
+        )
+
+    @property
+    def is_entry(self) -> bool:
+        """This worker is the request's entry."""
+        return self.route.side == 0
+
+    @property
+    def output_length(self) -> int:
+        """Committed output tokens known here."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def over(self) -> bool:
+        """The answer has ended."""
+        return bool(self.finish)
+
+    @property
+    def unfed(self) -> int:
+        """Tokens that the next steps have to feed."""
+        return len(self.tokens) - self.fed
+
+    def append(self, token: int, writer: int) -> None:
+        """Commit one output token."""
+        self.tokens.append(token)
+        self.writers.append(writer)
+        self.stall = 0
+
+    def cut(self, output_length: int) -> None:
+        """Forget output tokens from `output_length` on (KV is the caller's business)."""
+        del self.tokens[self.prompt_length + output_length :]
+        del self.writers[output_length:]
+
+    def finish_reason(self, token: int) -> tuple[str, int]:
+        """What committing `token` next would end the answer with: (reason or '', trailing ids that are no text)."""
+        sampling = self.submit.sampling
+        if not sampling.ignore_eos and token in self.route.eos_ids:
+            return "stop", 1
+        if token in sampling.stop_token_ids:
+            return "stop", 1
+        if self.output_length + 1 >= sampling.max_tokens:
+            return "length", 0
+        return "", 0

@@ -1,0 +1,91 @@
+"""A route as one worker sees it: who is behind each destination number, and the algorithm's side that runs here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from algorithms.base import Algorithm, Definition, RouteContext
+from algorithms.registry import check_override, load, numeric_params, validate_params
+from trouterd.config import Config
+
+
+@dataclass(slots=True, eq=False)
+class WorkerRoute:
+    """Everything the decode loop asks a route for; live parameters are replaced in place between two steps."""
+
+    name: str
+    models: tuple[str, ...]
+    workers: tuple[int, ...]
+    """Worker index per model of the route."""
+    side: int
+    """Route index of this worker's model."""
+    eos_ids: frozenset[int]
+    """Union over the route's models: any of them ends the request, whoever wrote it."""
+    algorithm: Algorithm
+    definition: Definition
+    params: dict[str, float]
+    """The numeric parameters in force; per-request overrides are laid over them."""
+    on_peer_loss: str
+    max_stall: int
+
+    def model_at(self, destination: int) -> int:
+        """Route index behind a destination number (0 = this side, k = the k-th other model)."""
+        if destination == 0:
+            return self.side
+        return destination - 1 if destination <= self.side else destination
+
+    def set_param(self, name: str, value: float) -> None:
+        """Put a live parameter into force.
+
+        Raises:
+            AlgorithmError: unknown parameter or value out of range.
+        """
+        self.params[name] = check_override(self.definition, name, value)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What routes need to know of this worker's model."""
+
+    vocab_size: int
+    hidden_size: int
+    device: torch.device
+
+
+def build_routes(
+    config: Config, model: str, facts: ModelFacts, eos_ids: dict[str, frozenset[int]]
+) -> dict[str, WorkerRoute]:
+    """Every route that `model` takes part in, by public name.
+
+    Raises:
+        AlgorithmError: an algorithm that cannot be loaded or parameters that it does not take.
+    """
+    routes = {}
+    for name, route in config.all_routes().items():
+        if model not in route.models:
+            continue
+        definition = load(route.algorithm)
+        params = validate_params(definition, route.params, len(route.models))
+        side = route.models.index(model)
+        context = RouteContext(tuple(route.models), side, facts.vocab_size, facts.hidden_size, facts.device)
+        routes[name] = WorkerRoute(
+            name=name,
+            models=tuple(route.models),
+            workers=tuple(config.worker_index(m) for m in route.models),
+            side=side,
+            eos_ids=frozenset().union(*(eos_ids[m] for m in route.models)),
+            algorithm=build_side(definition, context, params),
+            definition=definition,
+            params=numeric_params(params),
+            on_peer_loss=route.on_peer_loss,
+            max_stall=route.max_stall,
+        )
+    return routes
+
+
+def build_side(definition: Definition, context: RouteContext, params: msgspec.Struct) -> Algorithm:
+    """The algorithm object of one side of a route."""
+    return definition.sides(context.side)(context, params)

@@ -1,0 +1,219 @@
+"""Which token rows the next step feeds. Knows queues and budgets; pages are the KV cache's business."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from models.kv_cache import KvCache
+from trouterd.worker.request import NO_SLOT, Request, State
+
+
+@dataclass(slots=True)
+class Chunk:
+    """The next `count` unfed tokens of one request."""
+
+    request: Request
+    count: int
+    wants_logits: bool
+    """The chunk ends with the last known token of a request that is here: its logits give the next token."""
+
+
+class Scheduler:
+    """Continuous batching with mixed decode, extend and prefill rows.
+
+    Order of service in a step: decode rows, extends of a few tokens and prefill chunks of running requests, admissions, then
+    prefill of visitors that are still with their entry. Room is made, in this order, from unreferenced cached pages, from KV
+    of visitors that are away, and by preempting the newest running request (recompute). A pending request of this entry is
+    never touched.
+    """
+
+    def __init__(self, kv: KvCache, max_batch_tokens: int) -> None:
+        self.kv = kv
+        self.max_batch_tokens = max_batch_tokens
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.away: dict[int, Request] = {}
+        """Visitors that are with another model, least recently here first; their KV is what a full pool gives up first."""
+        self.preemptions = 0
+        self.evictions = 0
+
+    def add(self, request: Request, *, front: bool = False) -> None:
+        """A request is here now: new, or back from a peer."""
+        self.away.pop(request.rid, None)
+        if request.slot == NO_SLOT:
+            request.state = State.WAITING
+            (self.waiting.appendleft if front else self.waiting.append)(request)
+            return
+        request.state = State.RUNNING
+        self._leave_one_unfed(request)
+        self.running.append(request)
+
+    def pend(self, request: Request) -> None:
+        """A request is with another model now; its KV stays."""
+        self._dequeue(request)
+        request.state = State.PENDING
+        if not request.is_entry:
+            self.away[request.rid] = request
+
+    def remove(self, request: Request) -> None:
+        """A request is over, or unknown here from now on: release everything."""
+        self._dequeue(request)
+        self.away.pop(request.rid, None)
+        self.release(request)
+
+    def release(self, request: Request) -> None:
+        """Give up a request's KV; published pages stay in the prefix cache."""
+        if request.slot != NO_SLOT:
+            self.kv.close(request.slot)
+            request.slot = NO_SLOT
+        request.fed = 0
+
+    def truncate(self, request: Request) -> None:
+        """Drop KV beyond the request's known tokens."""
+        if request.fed > len(request.tokens):
+            request.fed = self.kv.truncate(request.slot, len(request.tokens))
+
+    def plan(self) -> list[Chunk]:
+        """The chunks of the next step, empty when there is nothing to do or no room to do it in."""
+        budget = self.max_batch_tokens
+        chunks: list[Chunk] = []
+        planned: set[int] = set()
+        for request in self._service_order():
+            if budget == 0:
+                break
+            # An earlier request of this very loop may have preempted this one.
+            if request.state is not State.RUNNING:
+                continue
+            count = min(request.unfed, budget)
+            if self._reserve(request, request.fed + count, planned):
+                planned.add(request.rid)
+                chunks.append(Chunk(request, count, count == request.unfed))
+                budget -= count
+        budget -= self._admit(chunks, planned, budget)
+        self._warm(chunks, budget)
+        if len(planned) < len(self.running) and budget == 0:
+            self.running.sort(key=lambda r: r.rid in planned)
+        return chunks
+
+    def blocked_visitor(self) -> Request | None:
+        """A visitor that no progress of this worker can make room for: it has to be refused.
+
+        Call it when `plan` came back empty: nothing can run here then, so only returns from peers can free pages, and those
+        peers may be waiting for this worker in turn.
+        """
+        return next((r for r in (*self.waiting, *self.running) if not r.is_entry), None)
+
+    def counts(self) -> dict[str, int]:
+        """Requests here by state, this worker's visitors included."""
+        return {"waiting": len(self.waiting), "running": len(self.running), "away": len(self.away)}
+
+    def _service_order(self) -> Iterator[Request]:
+        """Running requests, single decode rows first."""
+        snapshot = list(self.running)
+        yield from (r for r in snapshot if r.unfed == 1)
+        yield from (r for r in snapshot if r.unfed > 1)
+
+    def _admit(self, chunks: list[Chunk], planned: set[int], budget: int) -> int:
+        """Take requests from the waiting queue while rows and room last; returns the rows used."""
+        used = 0
+        while self.waiting and used < budget:
+            request = self.waiting[0]
+            if not (self._has_room(request, planned) and self._open(request, planned)):
+                break
+            count = min(request.unfed, budget - used)
+            # A preempted request must not preempt in turn, or two large ones would evict each other for ever.
+            if not self._reserve(request, request.fed + count, planned, preempt=False):
+                self.release(request)
+                break
+            self.waiting.popleft()
+            request.state = State.RUNNING
+            self.running.append(request)
+            planned.add(request.rid)
+            chunks.append(Chunk(request, count, count == request.unfed))
+            used += count
+        return used
+
+    def _warm(self, chunks: list[Chunk], budget: int) -> None:
+        """Prefill prompts of visitors that are still with their entry, from free pages only."""
+        for request in self.away.values():
+            if budget == 0:
+                return
+            target = request.prompt_length - 1
+            if not request.warm or request.fed >= target:
+                continue
+            if request.slot == NO_SLOT and not self._attach(request):
+                return
+            count = min(target - request.fed, budget)
+            if count > 0 and self.kv.reserve(request.slot, request.fed + count):
+                chunks.append(Chunk(request, count, wants_logits=False))
+                budget -= count
+
+    def _has_room(self, request: Request, planned: set[int]) -> bool:
+        """Room for the whole request now and one more page for each running one: less would admit only to preempt."""
+        needed = request.unfed + self.kv.page_size * len(self.running)
+        while self.running and self.kv.free_tokens() < needed:
+            if not self._evict_visitor(planned):
+                return False
+        return True
+
+    def _open(self, request: Request, planned: set[int]) -> bool:
+        """Give the request a slot and whatever KV the prefix cache has for it."""
+        while not self._attach(request):
+            if not self._evict_visitor(planned):
+                return False
+        return True
+
+    def _attach(self, request: Request) -> bool:
+        if request.slot != NO_SLOT:
+            return True
+        slot = self.kv.open()
+        if slot is None:
+            return False
+        request.slot = slot
+        request.fed = self.kv.match(slot, request.tokens)
+        return True
+
+    def _reserve(self, request: Request, length: int, planned: set[int], *, preempt: bool = True) -> bool:
+        while not self.kv.reserve(request.slot, length):
+            if not (self._evict_visitor(planned) or (preempt and self._preempt(request, planned))):
+                return False
+        return True
+
+    def _evict_visitor(self, planned: set[int]) -> bool:
+        """Drop the KV of the visitor that has been away longest; its ids stay, so that it can be recomputed at its next visit."""
+        for request in self.away.values():
+            if request.slot != NO_SLOT and request.rid not in planned:
+                self.release(request)
+                request.warm = False
+                self.evictions += 1
+                return True
+        return False
+
+    def _preempt(self, asking: Request, planned: set[int]) -> bool:
+        """Send the newest running request, if newer than the asking one, back to the waiting queue.
+
+        Request ids rise with age, so the oldest request always gets through.
+        """
+        younger = [r for r in self.running if r.rid > asking.rid and r.rid not in planned]
+        if not younger:
+            return False
+        victim = max(younger, key=lambda r: r.rid)
+        self.running.remove(victim)
+        self.release(victim)
+        self.add(victim, front=True)
+        self.preemptions += 1
+        return True
+
+    def _leave_one_unfed(self, request: Request) -> None:
+        """A request that is here needs the logits of its last token, so that one must be fed (again)."""
+        last = len(request.tokens) - 1
+        if request.fed > last:
+            request.fed = self.kv.truncate(request.slot, last)
+
+    def _dequeue(self, request: Request) -> None:
+        if request.state is State.RUNNING:
+            self.running.remove(request)
+        elif request.state is State.WAITING and request in self.waiting:
+            self.waiting.remove(request)

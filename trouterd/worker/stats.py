@@ -1,0 +1,96 @@
+"""What a worker counts: plain integers in the decode loop, metric families when somebody asks."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from trouterd.metrics import Family, Histogram, counter, gauge, histogram
+
+MICRO = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 5.0)
+"""Upper bounds for steps and hand-offs, seconds."""
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class Stats:
+    """Counters of one worker since its start."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.tokens = 0
+        """Output tokens that this model wrote and committed."""
+        self.prompt_tokens = 0
+        self.fed_rows = 0
+        self.submitted = 0
+        self.finished: Counter[str] = Counter()
+        self.handoffs: Counter[tuple[int, int]] = Counter()
+        self.suffix_tokens = 0
+        """Tokens that travelled with hand-offs."""
+        self.stale_messages = 0
+        self.nacks_sent = 0
+        self.nacks_received = 0
+        self.refusals = 0
+        self.fallbacks = 0
+        self.rejected_records = 0
+        """Records on the rings that are no message of ours."""
+        self.handoff_seconds = Histogram(MICRO)
+        """From a hand-off's sending to the start of its first step here."""
+        self.step_seconds = Histogram(MICRO)
+        self.batch_rows = Histogram(ROWS)
+        self.batch_requests = Histogram(ROWS)
+
+    def step(self, rows: int, requests: int, seconds: float) -> None:
+        """Count one forward pass of `rows` token rows that gave logits for `requests` requests."""
+        self.steps += 1
+        self.fed_rows += rows
+        self.step_seconds.observe(seconds)
+        self.batch_rows.observe(rows)
+        self.batch_requests.observe(requests)
+
+    def handoff(self, source: int, target: int, suffix: int) -> None:
+        """Count one hand-off sent."""
+        self.handoffs[source, target] += 1
+        self.suffix_tokens += suffix
+
+    def families(self, model: str, models: list[str], live: dict[str, float]) -> list[Family]:
+        """Metric families of this worker.
+
+        Args:
+            model: this worker's model, the label of every sample.
+            models: model names by worker index.
+            live: gauges that are read off the scheduler and the cache, by metric name.
+        """
+        own = {"model": model}
+        pairs = [({"src": models[s], "dst": models[d]}, n) for (s, d), n in self.handoffs.items()]
+        finished = [({**own, "finished_reason": reason}, n) for reason, n in self.finished.items()]
+        return [
+            counter("worker_steps", "Forward passes.", [(own, self.steps)]),
+            counter("worker_rows", "Token rows fed.", [(own, self.fed_rows)]),
+            counter("worker_tokens", "Output tokens that this model wrote.", [(own, self.tokens)]),
+            counter("worker_finished", "Answers that ended at this entry, by reason.", finished),
+            counter("handoffs", "Hand-offs sent.", pairs),
+            counter("handoff_suffix_tokens", "Token ids that travelled with hand-offs.", [(own, self.suffix_tokens)]),
+            counter("stale_peer_msgs", "Late or repeated messages, dropped.", [(own, self.stale_messages)]),
+            counter("nacks_sent", "Hand-offs refused here.", [(own, self.nacks_sent)]),
+            counter("handoff_fallbacks", "Hand-offs that nobody took.", [(own, self.fallbacks)]),
+            counter("bad_records", "Ring records that are no message.", [(own, self.rejected_records)]),
+            histogram("handoff_seconds", "From sending a hand-off to its first step.", [(own, self.handoff_seconds)]),
+            histogram("step_seconds", "Duration of a forward pass, sampler and routing included.", [(own, self.step_seconds)]),
+            histogram("batch_rows", "Token rows of a step.", [(own, self.batch_rows)]),
+            histogram("batch_requests", "Requests that got a token in a step.", [(own, self.batch_requests)]),
+            *(gauge(name, GAUGES[name], [(own, value)]) for name, value in live.items()),
+        ]
+
+
+GAUGES = {
+    "requests_running": "Requests in the batches.",
+    "requests_waiting": "Requests that wait for room.",
+    "requests_pending": "Requests of this entry that are with a peer.",
+    "requests_away": "Visitors that are with another model.",
+    "requests_active": "Active requests of all entries whose route includes this model (n of B[n]).",
+    "pages_free": "KV pages that hold nothing.",
+    "pages_cached": "KV pages that only the prefix cache holds.",
+    "pages_owned": "KV pages of requests.",
+    "preemptions": "Running requests sent back to wait since the start.",
+    "visitor_evictions": "Visitors whose KV was dropped while they were away since the start.",
+    "messages_unsent": "Messages that wait for room in a ring.",
+}

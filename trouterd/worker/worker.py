@@ -1,0 +1,435 @@
+"""The decode loop of one model: applies what has arrived, plans a step, runs it, commits what it decided."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ipc.messages import Abort, Active, Finish, Message, Nack, NackReason, PeerReq, Submit, TokenUpdate, Tokens, Warm, pack_ids
+from models.batch import ModelRunner
+from models.kv_cache import KvCache
+from trouterd.worker.handoff import Handoffs
+from trouterd.worker.outbound import API, Outbound, Send
+from trouterd.worker.request import NO_TOKEN, Request, State
+from trouterd.worker.route import WorkerRoute
+from trouterd.worker.scheduler import Chunk, Scheduler
+from trouterd.worker.stats import Stats
+from trouterd.worker.step import Outcome, Stepper
+
+log = logging.getLogger(__name__)
+
+UPDATES_PER_MESSAGE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Something that the control connection wants done between two steps."""
+
+    action: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    """The supervisor's word on another process."""
+
+    index: int
+    """Worker index, or API."""
+    state: str
+
+
+Event = Message | Command | ProcessState
+
+
+class Worker:
+    """Owner of all request state of one model.
+
+    Args:
+        index: this worker's index.
+        routes: every route that this model takes part in, by public name.
+        runner: the model.
+        kv: its KV cache.
+        send: puts one message on the ring to a process.
+        max_batch_tokens: token rows of one step.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        routes: dict[str, WorkerRoute],
+        runner: ModelRunner,
+        kv: KvCache,
+        send: Send,
+        max_batch_tokens: int,
+    ) -> None:
+        self.index = index
+        self.routes = routes
+        self.runner = runner
+        self.kv = kv
+        self.requests: dict[int, Request] = {}
+        self.stats = Stats()
+        self.outbound = Outbound(send)
+        self.scheduler = Scheduler(kv, max_batch_tokens)
+        self.stepper = Stepper(runner, kv.page_table)
+        self.handoffs = Handoffs(index, self.requests, self.scheduler, self.outbound, self.stats)
+        self.handoffs.on_tokens = self._tokens_from_peer
+        self.active_elsewhere: dict[int, int] = {}
+        """Per entry worker: its active requests that have this worker in their route."""
+        self._active_here: dict[int, int] = {}
+        self._active_told: dict[int, int] = {}
+        self._inbox: deque[Event] = deque()
+        self._wake = asyncio.Event()
+        self._to_stream: dict[int, Request] = {}
+        """Requests with tokens, or an end, that have not been passed on yet."""
+        self._closing = False
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step")
+
+    # From the other two loops
+
+    def deliver(self, event: Event) -> None:
+        """Hand the decode loop a message or command; applied before its next step."""
+        self._inbox.append(event)
+        self._wake.set()
+
+    def gauges(self) -> dict[str, float]:
+        """What is here right now, by metric name (see `stats.GAUGES`)."""
+        queues = self.scheduler.counts()
+        pages = self.kv.counts()
+        pending = sum(r.is_entry and r.state is State.PENDING for r in self.requests.values())
+        return {
+            "requests_running": queues["running"],
+            "requests_waiting": queues["waiting"],
+            "requests_pending": pending,
+            "requests_away": queues["away"],
+            "requests_active": self.active,
+            "pages_free": pages["free"],
+            "pages_cached": pages["cached"],
+            "pages_owned": pages["owned"],
+            "preemptions": self.scheduler.preemptions,
+            "visitor_evictions": self.scheduler.evictions,
+            "messages_unsent": self.outbound.unsent,
+        }
+
+    def stop(self) -> None:
+        """Let the decode loop end after the step in progress."""
+        self._closing = True
+        self._wake.set()
+
+    @property
+    def active(self) -> int:
+        """n of B[n]: active requests of the whole system whose route includes this worker."""
+        return self._active_here.get(self.index, 0) + sum(self.active_elsewhere.values())
+
+    # The loop
+
+    async def run(self) -> None:
+        """Decode until `stop`."""
+        while not self._closing:
+            self._wake.clear()
+            self._apply_events()
+            chunks = self.scheduler.plan()
+            if chunks:
+                await self._step(chunks)
+            self._pass_on()
+            if not chunks and not self._refuse_blocked() and not self._inbox:
+                await self._wait()
+            else:
+                # Ring readers run between steps.
+                await asyncio.sleep(0)
+        self._thread.shutdown()
+
+    async def _wait(self) -> None:
+        """Sleep until something arrives; look again soon while something waits for room in a ring."""
+        if not self._to_stream and not self.outbound.unsent:
+            await self._wake.wait()
+            return
+        try:
+            async with asyncio.timeout(0.01):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+
+    async def _step(self, chunks: list[Chunk]) -> None:
+        batch = self.stepper.build(chunks)
+        wanted = [c.request for c in chunks if c.wants_logits]
+        routed = [len(r.route.workers) > 1 and r.stall < r.route.max_stall for r in wanted]
+        self._note_start(chunks)
+        try:
+            if self.runner.inline:
+                outcome = self.stepper.run(batch, wanted, routed)
+            else:
+                outcome = await asyncio.get_running_loop().run_in_executor(
+                    self._thread, self.stepper.run, batch, wanted, routed
+                )
+        except Exception:  # the worker's boundary: a failed step ends its requests, not the worker  # noqa: BLE001
+            log.exception("step of %d rows failed; its %d requests end with an error", len(batch), len(chunks))
+            for chunk in chunks:
+                self._fail(chunk.request)
+            return
+        self._commit_step(chunks, outcome)
+        self.stats.step(len(batch), len(wanted), outcome.seconds)
+
+    def _note_start(self, chunks: list[Chunk]) -> None:
+        now = 0
+        for chunk in chunks:
+            request = chunk.request
+            if request.handoff_sent_ns:
+                now = now or time.monotonic_ns()
+                self.stats.handoff_seconds.observe((now - request.handoff_sent_ns) * 1e-9)
+                request.handoff_sent_ns = 0
+            if request.is_entry and not request.warm and len(request.route.workers) > 1:
+                self._warm_peers(request)
+
+    def _warm_peers(self, request: Request) -> None:
+        """Tell the peers at admission, so that their prefill overlaps this model's decoding."""
+        request.warm = True
+        message = Warm(request.submit, self.index)
+        for model, worker in enumerate(request.route.workers):
+            if worker != self.index and self.outbound.offer(worker, message):
+                request.known[model] = 0
+
+    def _commit_step(self, chunks: list[Chunk], outcome: Outcome) -> None:
+        row = 0
+        for chunk in chunks:
+            request = chunk.request
+            request.fed += chunk.count
+            self.kv.commit(request.slot, request.tokens, request.fed)
+            if chunk.wants_logits:
+                self._decide(request, outcome.tokens[row], outcome.destinations[row])
+                row += 1
+
+    def _decide(self, request: Request, token: int, destination: int) -> None:
+        """Commit the sampled token, hand the request off, or both."""
+        keep = request.route.algorithm.keep_sample
+        if destination == 0:
+            self._commit(request, token)
+            return
+        if keep and self._commit(request, token):
+            return
+        model = request.route.model_at(destination)
+        if not self.handoffs.send(request, model, NO_TOKEN if keep else token):
+            self._not_taken(request, NO_TOKEN if keep else token)
+
+    def _commit(self, request: Request, token: int) -> bool:
+        """Append one token written here; True when it ends the answer."""
+        reason, trim = request.finish_reason(token)
+        request.append(token, request.route.side)
+        self.stats.tokens += 1
+        self._to_stream[request.rid] = request
+        if not reason:
+            return False
+        if request.is_entry:
+            self._finish(request, reason, trim)
+        else:
+            self.handoffs.finish(request, reason, trim)
+        return True
+
+    def _not_taken(self, request: Request, held: int) -> None:
+        """A hand-off failed: go on alone with the held token, or fail the request, by the route's policy."""
+        self.stats.fallbacks += 1
+        if request.route.on_peer_loss == "fail" and request.is_entry:
+            self._finish(request, "error", 0, "a model of the route is not available (on_peer_loss = fail)")
+        elif held != NO_TOKEN:
+            self._commit(request, held)
+
+    def _fail(self, request: Request) -> None:
+        """A step with this request's rows failed."""
+        if request.is_entry:
+            self._finish(request, "error", 0, "the model failed while computing this answer")
+            return
+        if request.state is not State.PENDING:
+            self.handoffs.refuse(request, NackReason.ERROR)
+        request.warm = False
+        self.scheduler.release(request)
+
+    def _refuse_blocked(self) -> bool:
+        """Refuse a visitor that can never get room here; True when there was one."""
+        visitor = self.scheduler.blocked_visitor()
+        if visitor is None:
+            return False
+        self.handoffs.refuse(visitor, NackReason.FULL)
+        return True
+
+    # Ends
+
+    def _finish(self, request: Request, reason: str, trim: int, error: str = "") -> None:
+        """Entry: the answer is over; pass it on and tell everybody who knows the request."""
+        request.finish, request.trim, request.error = reason, trim, error
+        self._to_stream[request.rid] = request
+        self._forget(request)
+        self.stats.finished[reason] += 1
+
+    def _forget(self, request: Request) -> None:
+        if self.requests.pop(request.rid, None) is None:
+            return
+        self.scheduler.remove(request)
+        if request.is_entry:
+            for model, worker in enumerate(request.route.workers):
+                if worker != self.index and request.known[model] >= 0:
+                    self.outbound.post(worker, Finish(request.rid))
+            self._count_active(request, -1)
+
+    def _count_active(self, request: Request, change: int) -> None:
+        for worker in request.route.workers:
+            self._active_here[worker] = self._active_here.get(worker, 0) + change
+
+    # Events
+
+    def _apply_events(self) -> None:
+        inbox = self._inbox
+        while inbox:
+            event = inbox.popleft()
+            match event:
+                case PeerReq():
+                    self._on_peer_req(event)
+                case Submit():
+                    self._on_submit(event)
+                case Warm():
+                    self._on_warm(event)
+                case Abort() | Finish():
+                    self._on_end(event)
+                case Nack():
+                    self._on_nack(event)
+                case Active():
+                    self.active_elsewhere[event.source] = event.count
+                case ProcessState():
+                    self._on_process_state(event)
+                case Command():
+                    event.action()
+                case _:
+                    log.warning("a worker does not take %s", type(event).__name__)
+
+    def _on_submit(self, submit: Submit) -> None:
+        request = self._open(submit, self.index)
+        if request is None:
+            return
+        self._count_active(request, +1)
+        request.known[0] = 0
+        self.scheduler.add(request)
+        self.stats.submitted += 1
+        self.stats.prompt_tokens += request.prompt_length
+
+    def _on_warm(self, warm: Warm) -> None:
+        if warm.submit.rid in self.requests:
+            return
+        request = self._open(warm.submit, warm.entry)
+        if request is not None:
+            request.warm = True
+            self.scheduler.pend(request)
+
+    def _open(self, submit: Submit, entry: int) -> Request | None:
+        route = self.routes.get(submit.route)
+        if route is None or submit.rid in self.requests:
+            log.error("request %d for route %r refused: unknown route or known id", submit.rid, submit.route)
+            return None
+        request = Request.open(submit, route, entry, time.monotonic_ns())
+        self.requests[submit.rid] = request
+        return request
+
+    def _on_peer_req(self, message: PeerReq) -> None:
+        if message.entry == self.index:
+            self.handoffs.resume(message)
+            return
+        if message.submit is not None and message.rid not in self.requests:
+            self._open(message.submit, message.entry)
+        self.handoffs.take(message)
+
+    def _tokens_from_peer(self, request: Request) -> None:
+        """Entry: a peer's tokens, and perhaps its end, are in the request."""
+        self._to_stream[request.rid] = request
+        if request.over:
+            self._finish(request, request.finish, request.trim)
+
+    def _on_end(self, event: Abort | Finish) -> None:
+        request = self.requests.get(event.rid)
+        if request is None:
+            return
+        if request.is_entry:
+            self.stats.finished["abort"] += 1
+        self._to_stream.pop(request.rid, None)
+        self._forget(request)
+
+    def _on_nack(self, message: Nack) -> None:
+        request = self.handoffs.nacked(message)
+        if request is not None:
+            self._resume_alone(request)
+
+    def _resume_alone(self, request: Request) -> None:
+        self._not_taken(request, self.handoffs.take_back(request))
+
+    def _on_process_state(self, event: ProcessState) -> None:
+        self.outbound.set_state(event.index, event.state)
+        if event.state == "up":
+            return
+        if event.index == API:
+            if event.state == "down":
+                self._drop([r for r in self.requests.values() if r.is_entry])
+            return
+        lost = [r for r in self.requests.values() if r.is_entry and event.index in r.route.workers]
+        for request in lost:
+            self._lose_peer(request, event)
+        if event.state == "down":
+            self.active_elsewhere.pop(event.index, None)
+            self._active_told.pop(event.index, None)
+            self._drop([r for r in self.requests.values() if r.entry == event.index])
+
+    def _lose_peer(self, request: Request, event: ProcessState) -> None:
+        model = request.route.workers.index(event.index)
+        if event.state == "down":
+            request.known[model] = -1
+        if request.state is State.PENDING and request.holder == model:
+            self.handoffs.reclaim(request)
+            self._resume_alone(request)
+
+    def _drop(self, requests: list[Request]) -> None:
+        for request in requests:
+            self._to_stream.pop(request.rid, None)
+            self._forget(request)
+
+    # Passing on
+
+    def _pass_on(self) -> None:
+        """Send new tokens to the api (entry) or the entry (visitor), and what is left from before."""
+        self.outbound.flush()
+        if self._to_stream:
+            self._stream_tokens()
+        for worker, count in self._active_here.items():
+            if worker != self.index and self._active_told.get(worker, 0) != count:
+                if self.outbound.offer(worker, Active(self.index, count)):
+                    self._active_told[worker] = count
+
+    def _stream_tokens(self) -> None:
+        batch: list[Request] = []
+        for request in list(self._to_stream.values()):
+            if request.is_entry:
+                batch.append(request)
+            elif request.state is State.PENDING or self.handoffs.stream(request, self.index):
+                # A visitor that left took its tokens along.
+                del self._to_stream[request.rid]
+        for first in range(0, len(batch), UPDATES_PER_MESSAGE):
+            part = batch[first : first + UPDATES_PER_MESSAGE]
+            if not self.outbound.offer(API, Tokens(tuple(_update(r) for r in part))):
+                return
+            for request in part:
+                request.streamed = request.output_length
+                del self._to_stream[request.rid]
+
+
+def _update(request: Request) -> TokenUpdate:
+    """What the api has not seen of a request."""
+    seq = request.streamed
+    return TokenUpdate(
+        rid=request.rid,
+        seq=seq,
+        ids=pack_ids(request.tokens[request.prompt_length + seq :]),
+        writers=bytes(request.writers[seq:]),
+        finish=request.finish,
+        trim=request.trim,
+        handoffs=request.handoffs,
+        error=request.error,
+        pending_us=request.pending_ns // 1000,
+    )
