@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import torch
+
+MOST_MODELS = 256
+"""Models of one route: the writer of a token travels as one byte."""
 
 
 class NoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,8 +91,7 @@ class TokenView:
     @property
     def entropy(self) -> float:
         """Entropy of the raw distribution in nats."""
-        logp = torch.log_softmax(self.logits, dim=-1)
-        return float(-(logp.exp() * logp).sum())
+        return float(torch.special.entr(self.probabilities).sum())
 
 
 @dataclass(slots=True)
@@ -130,8 +132,9 @@ class Algorithm:
     `Definition`. Randomness must be keyed by (seed, choice, index): see `models.rng`.
     """
 
-    keep_sample: ClassVar[bool] = False
-    """True: the sampled token is kept and travels in the suffix. False: it is dropped and the peer writes its position."""
+    keep_sample: bool = False
+    """True: the sampled token is kept and travels in the suffix. False: it is dropped and the peer writes its position.
+    A class attribute, or set in `__init__` where it depends on the parameters: read it from the instance."""
     pure: ClassVar[bool] = True
     """`route` is tensor code without host synchronisation, so that it can be captured in a graph. Set by overriding `decide`."""
 
@@ -200,3 +203,6 @@ class Definition:
     """Frozen struct with `forbid_unknown_fields`; ranges by `msgspec.Meta`; every numeric field may be set live and per request."""
     min_models: int = 2
     max_models: int = 2
+    check: Callable[[Any, tuple[str, ...]], None] | None = None
+    """What ranges cannot say, for example one weight per model: gets the parameters and the route's models, raises ValueError
+    with a message that starts with the parameter's name."""

@@ -1,0 +1,305 @@
+"""Finds algorithms by name or path and checks their parameters.
+
+Three sources: a module of this package whose file defines `ALGORITHM` (named as the algorithm), an entry point of the group
+`trouterd.algorithms` (its value is a `Definition`, or a module that defines `ALGORITHM`), or the path of a Python file.
+A file or entry point is the user's code and runs with the rights of the process that loads it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import math
+import pkgutil
+import re
+import sys
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+from msgspec.inspect import FloatType, IntType, Metadata, Type, UnionType, type_info
+from msgspec.structs import FieldInfo
+
+import algorithms
+from algorithms.base import MOST_MODELS, Algorithm, Definition
+
+GROUP = "trouterd.algorithms"
+"""Entry point group of installed algorithms."""
+
+_ATTRIBUTE = "ALGORITHM"
+_DEFINES = re.compile(rf"^{_ATTRIBUTE}\b", re.MULTILINE)
+# All that a module can plausibly raise while it is imported; exits and interrupts are not ours to report.
+_LOAD_FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+
+
+class AlgorithmError(Exception):
+    """An algorithm that cannot be used, or a parameter that it does not take; the message says what to change.
+
+    `key` names the parameter at fault, '' where it is the algorithm itself.
+    """
+
+    def __init__(self, message: str, key: str = "") -> None:
+        super().__init__(message)
+        self.key = key
+
+
+def names() -> tuple[str, ...]:
+    """Every algorithm that can be loaded by name, sorted; imports none of them."""
+    return tuple(sorted({*_builtin_names(), *(point.name for point in entry_points(group=GROUP))}))
+
+
+def load(name_or_path: str, folder: Path | None = None) -> Definition:
+    """The definition of an algorithm.
+
+    Args:
+        name_or_path: a name, or the path of a Python file (it ends in .py or contains a slash).
+        folder: what a relative path is relative to: the configuration file's folder; default: the working directory.
+
+    Raises:
+        AlgorithmError: nothing of that name, or a file or entry point that is no algorithm.
+    """
+    if name_or_path.endswith(".py") or "/" in name_or_path:
+        return _load_file((folder or Path.cwd()) / Path(name_or_path).expanduser())
+    if name_or_path in _builtin_names():
+        module = importlib.import_module(f"{algorithms.__name__}.{name_or_path}")
+        return _checked(getattr(module, _ATTRIBUTE), f"built-in algorithm {name_or_path!r}")
+    points = list(entry_points(group=GROUP, name=name_or_path))
+    if len(points) > 1:
+        raise AlgorithmError(
+            f"algorithm {name_or_path!r} is provided by several packages: {', '.join(map(_provider, points))};"
+            " uninstall all but one"
+        )
+    if points:
+        return _load_entry_point(points[0])
+    raise AlgorithmError(
+        f"unknown algorithm {name_or_path!r}{_suggest(name_or_path, names())}; known: {', '.join(names())}."
+        " A file of your own is given by its path, for example './my_rule.py'"
+    )
+
+
+def validate_params(definition: Definition, params: Mapping[str, Any], models: Sequence[str]) -> msgspec.Struct:
+    """The parameter struct of a route, checked against the algorithm's ranges and the route's models.
+
+    Raises:
+        AlgorithmError: a missing, unknown or out-of-range parameter, or a number of models that the algorithm does not take.
+    """
+    _check_models(definition, models)
+    fields = _fields(definition.params)
+    for key in params:
+        if key not in fields:
+            raise _unknown_param(definition, key)
+    for key, declared in fields.items():
+        if key in params:
+            _converted(definition, declared, params[key])
+        elif declared.required:
+            purpose = _description(declared)
+            raise AlgorithmError(f"algorithm {definition.name!r} needs the parameter {key!r}{purpose}", key)
+    try:
+        struct = msgspec.convert(dict(params), definition.params)
+        if definition.check is not None:
+            definition.check(struct, tuple(models))
+    except ValueError as error:
+        key = next((key for key in fields if re.match(rf"{re.escape(key)}\b", str(error))), "")
+        raise AlgorithmError(f"algorithm {definition.name!r}, {error}", key) from error
+    return struct
+
+
+def numeric_params(params: msgspec.Struct) -> dict[str, float]:
+    """The parameters that become per-row tensors: fields declared int or float whose value is a number."""
+    values = {name: getattr(params, name) for name, declared in _fields(type(params)).items() if _number(declared)}
+    return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+
+
+def check_override(definition: Definition, name: str, value: object) -> float:
+    """One numeric parameter as given by a live change or by a request, range-checked.
+
+    Raises:
+        AlgorithmError: not a parameter, not a numeric one, or out of range.
+    """
+    fields = _fields(definition.params)
+    if name not in fields:
+        raise _unknown_param(definition, name)
+    number = _number(fields[name])
+    if number is None:
+        raise AlgorithmError(
+            f"algorithm {definition.name!r}, parameter {name!r}: is not a number; only the configuration file sets it",
+            name,
+        )
+    if number is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    converted = _converted(definition, fields[name], value)
+    if isinstance(converted, bool) or not isinstance(converted, int | float):
+        raise AlgorithmError(f"algorithm {definition.name!r}, parameter {name!r}: must be a number", name)
+    return float(converted)
+
+
+def _builtin_names() -> tuple[str, ...]:
+    found = []
+    for info in pkgutil.iter_modules(algorithms.__path__):
+        spec = info.module_finder.find_spec(info.name, None)
+        if spec is not None and spec.origin is not None and _DEFINES.search(Path(spec.origin).read_text("utf-8")):
+            found.append(info.name)
+    return tuple(found)
+
+
+def _load_entry_point(point: EntryPoint) -> Definition:
+    what = f"entry point {point.name!r} ({point.value}) of {_provider(point)}"
+    try:
+        loaded = point.load()
+    except _LOAD_FAULTS as error:
+        raise AlgorithmError(f"{what} cannot be loaded: {type(error).__name__}: {error}") from error
+    return _exposed(loaded, what) if isinstance(loaded, ModuleType) else _checked(loaded, what)
+
+
+def _provider(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else "an unnamed package"
+
+
+def _load_file(path: Path) -> Definition:
+    path = path.resolve()
+    if not path.is_file():
+        raise AlgorithmError(f"{path}: no such file")
+    # A name of its own per path: two files of one name may serve two routes, and struct annotations are resolved by it.
+    name = f"trouterd_algorithm_{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise AlgorithmError(f"{path}: not a Python file (its name must end in .py)")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except _LOAD_FAULTS as error:
+        del sys.modules[name]
+        raise AlgorithmError(f"{path}{_line_in(path, error)}: {type(error).__name__}: {error}") from error
+    return _exposed(module, str(path))
+
+
+def _line_in(path: Path, error: BaseException) -> str:
+    if isinstance(error, SyntaxError) and error.lineno is not None:
+        return f":{error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f":{lines[-1]}" if lines else ""
+
+
+def _exposed(module: ModuleType, what: str) -> Definition:
+    if not hasattr(module, _ATTRIBUTE):
+        raise AlgorithmError(f"{what}: defines no `{_ATTRIBUTE} = Definition(name, sides, ...)`")
+    return _checked(getattr(module, _ATTRIBUTE), what)
+
+
+def _checked(definition: object, what: str) -> Definition:
+    """The definition, if a worker could build its sides.
+
+    Raises:
+        AlgorithmError: the first thing that is missing or wrong.
+    """
+    if not isinstance(definition, Definition):
+        raise AlgorithmError(f"{what}: {_ATTRIBUTE} must be an algorithms.base.Definition, not {_kind(definition)}")
+    if not 1 <= definition.min_models <= definition.max_models <= MOST_MODELS:
+        raise AlgorithmError(f"{what}: needs 1 <= min_models <= max_models <= {MOST_MODELS}")
+    if not (isinstance(definition.params, type) and issubclass(definition.params, msgspec.Struct)):
+        raise AlgorithmError(f"{what}: params must be a msgspec.Struct class, not {_kind(definition.params)}")
+    config = definition.params.__struct_config__
+    if not (config.frozen and config.forbid_unknown_fields):
+        raise AlgorithmError(f"{what}: {definition.params.__name__} must be frozen=True, forbid_unknown_fields=True")
+    for side in range(definition.min_models):
+        _check_side(definition, side, what)
+    return definition
+
+
+def _check_side(definition: Definition, side: int, what: str) -> None:
+    try:
+        built = definition.sides(side)
+    except _LOAD_FAULTS as error:
+        raise AlgorithmError(f"{what}: sides({side}) failed: {type(error).__name__}: {error}") from error
+    if not (isinstance(built, type) and issubclass(built, Algorithm)):
+        raise AlgorithmError(f"{what}: sides({side}) must give a subclass of Algorithm, not {_kind(built)}")
+    if built.route is Algorithm.route and built.decide is Algorithm.decide:
+        raise AlgorithmError(f"{what}: {built.__name__} defines neither route() nor decide()")
+
+
+def _kind(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def _check_models(definition: Definition, models: Sequence[str]) -> None:
+    low, high = definition.min_models, definition.max_models
+    if low <= len(models) <= high:
+        return
+    takes = f"exactly {low}" if low == high else f"at least {low}" if len(models) < low else f"at most {high}"
+    raise AlgorithmError(f"algorithm {definition.name!r} takes {takes} models, the route has {len(models)}", "models")
+
+
+def _fields(params: type[msgspec.Struct]) -> dict[str, FieldInfo]:
+    return {declared.encode_name: declared for declared in msgspec.structs.fields(params)}
+
+
+def _number(declared: FieldInfo) -> type[int] | type[float] | None:
+    """float or int where the field may hold such a number (alone or beside other types), else None."""
+    parts: list[Type] = [type_info(declared.type)]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, FloatType):
+            return float
+        if isinstance(part, IntType):
+            return int
+        if isinstance(part, Metadata):
+            parts.append(part.type)
+        elif isinstance(part, UnionType):
+            parts.extend(part.types)
+    return None
+
+
+def _description(declared: FieldInfo) -> str:
+    """': what it means', or nothing where the field has no description."""
+    part = type_info(declared.type)
+    text = (part.extra_json_schema or {}).get("description") if isinstance(part, Metadata) else None
+    return f": {text}" if text else ""
+
+
+def _converted(definition: Definition, declared: FieldInfo, value: object) -> Any:
+    """The value in the field's type.
+
+    Raises:
+        AlgorithmError: wrong type, out of range, or no finite number.
+    """
+    name = declared.encode_name
+    where = f"algorithm {definition.name!r}, parameter {name!r}"
+    if isinstance(value, float) and not math.isfinite(value):
+        raise AlgorithmError(f"{where}: must be a finite number, not {value}", name)
+    try:
+        return msgspec.convert(value, declared.type)
+    except msgspec.ValidationError as error:
+        reason = str(error)
+        raise AlgorithmError(f"{where}: {reason[:1].lower()}{reason[1:]}, not {value!r}", name) from error
+
+
+def _unknown_param(definition: Definition, name: str) -> AlgorithmError:
+    known = tuple(_fields(definition.params))
+    takes = f"it takes {', '.join(known)}" if known else "it takes none"
+    return AlgorithmError(
+        f"algorithm {definition.name!r} has no parameter {name!r}{_suggest(name, known)}; {takes}", name
+    )
+
+
+def _suggest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

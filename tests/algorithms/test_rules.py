@@ -1,0 +1,182 @@
+"""Every built-in rule on synthetic logits, equality included."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from algorithms import uncertainty
+from algorithms.base import RouteContext
+from models.rng import Purpose, uniform
+from tests.algorithms.steps import HIDDEN, route, side, step, uniform_over
+
+V = 8
+RANDOM = torch.randn(64, V, generator=torch.Generator().manual_seed(3)) * 3
+ROWS = [uniform_over(count, V) for count in (1, 2, 4, 8)]
+BITS = float(np.float32(math.log(2)))
+
+
+def context(models: int, index: int) -> RouteContext:
+    return RouteContext(tuple(f"m{n}" for n in range(models)), index, V, HIDDEN, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("models", [2, 3, 5])
+def test_destinations_number_the_other_models_in_route_order_from_one(models):
+    for index in range(models):
+        others = [model for model in range(models) if model != index]
+        assert context(models, index).destination(index) == 0
+        assert [context(models, index).destination(model) for model in others] == list(range(1, models))
+
+
+def test_measures_of_known_distributions():
+    logits = torch.tensor(ROWS)
+    nats = torch.tensor([0.0, math.log(2), math.log(4), math.log(8)])
+    assert torch.equal(uncertainty.entropy(logits), nats)
+    assert torch.allclose(uncertainty.normalized_entropy(logits), nats / math.log(V))
+    assert torch.allclose(uncertainty.confidence(logits), torch.tensor([1.0, 0.5, 0.25, 0.125]))
+    assert torch.allclose(uncertainty.margin(logits), torch.tensor([1.0, 0.0, 0.0, 0.0]))
+
+
+def test_entropy_agrees_with_the_definition_in_double_precision():
+    wide = torch.randn(16, 5000, generator=torch.Generator().manual_seed(5)) * 4 + 900
+    logp = wide.double().log_softmax(dim=-1)
+    expected = -(logp.exp() * logp).sum(dim=-1)
+    assert torch.allclose(uncertainty.entropy(wide).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@given(st.lists(st.floats(-200, 200, width=32), min_size=2, max_size=40))
+def test_measures_stay_in_their_ranges(values):
+    row = torch.tensor([values])
+    assert 0 <= float(uncertainty.entropy(row)) <= math.log(len(values)) + 1e-4
+    assert 0 <= float(uncertainty.normalized_entropy(row)) <= 1
+    assert 0 < float(uncertainty.confidence(row)) <= 1 + 1e-5
+    assert -1e-6 <= float(uncertainty.margin(row)) <= 1 + 1e-5
+
+
+def test_measures_leave_the_logits_alone():
+    logits = RANDOM.clone()
+    for measure in (uncertainty.entropy, uncertainty.normalized_entropy, uncertainty.confidence, uncertainty.margin):
+        measure(logits)
+    assert torch.equal(logits, RANDOM)
+
+
+@pytest.mark.parametrize("models", [1, 2, 4])
+def test_none_stays_everywhere(models):
+    assert [route("none", {}, index, RANDOM, models=models) for index in range(models)] == [[0] * 64] * models
+
+
+def test_entropy_hands_over_at_the_threshold_and_above():
+    assert route("entropy", {"threshold": BITS}, 0, ROWS) == [0, 1, 1, 1]
+    above = float(np.nextafter(np.float32(BITS), np.float32(9)))
+    assert route("entropy", {"threshold": above}, 0, ROWS) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("measure", "threshold", "expected"),
+    [
+        ("entropy", 0, [1, 1, 1, 1]),
+        ("entropy", 3, [0, 0, 0, 0]),
+        ("normalized_entropy", 1, [0, 0, 0, 1]),
+        ("normalized_entropy", 1.001, [0, 0, 0, 0]),
+        ("confidence", 0.5, [0, 1, 1, 1]),
+        ("confidence", 0.49, [0, 0, 1, 1]),
+        ("confidence", 1, [1, 1, 1, 1]),
+        ("margin", 0, [0, 1, 1, 1]),
+        ("margin", 1, [1, 1, 1, 1]),
+    ],
+)
+def test_entropy_measures(measure, threshold, expected):
+    assert route("entropy", {"threshold": threshold, "measure": measure}, 0, ROWS) == expected
+
+
+def test_entropy_peer_returns_after_one_or_once_it_is_sure():
+    assert route("entropy", {"threshold": 1}, 1, ROWS) == [1, 1, 1, 1]
+    assert route("entropy", {"threshold": 1, "back": "confident"}, 1, ROWS) == [1, 1, 0, 0]
+
+
+def test_thresholds_are_per_row():
+    small = side("entropy", {"threshold": 9}, 0)
+    assert small.route(step(ROWS, {"threshold": [0.1, 0.1, 9, 9]})).tolist() == [0, 1, 0, 0]
+
+
+def test_rstitch_gives_equality_to_the_small_model_on_both_sides():
+    third = float(np.float32(math.log(2)) / np.float32(math.log(8)))
+    assert route("rstitch", {"tau": third}, 0, ROWS) == [0, 0, 1, 1]
+    assert route("rstitch", {"tau": third}, 1, ROWS) == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(("tau", "small", "large"), [(1, 0, 1), (-0.5, 1, 0), (-1, 1, 0)])
+def test_rstitch_at_the_ends_of_the_range(tau, small, large):
+    rows = [*ROWS, *RANDOM.tolist()]
+    assert route("rstitch", {"tau": tau}, 0, rows) == [small] * len(rows)
+    assert route("rstitch", {"tau": tau}, 1, rows) == [large] * len(rows)
+
+
+def test_rstitch_vocab_replaces_the_width_of_the_logits():
+    assert route("rstitch", {"tau": 0.4}, 0, [uniform_over(2, 4)]) == [1]
+    assert route("rstitch", {"tau": 0.4, "vocab": 16}, 0, [uniform_over(2, 4)]) == [0]
+
+
+def test_families():
+    for name, params, small, large in [
+        ("entropy", {"threshold": 1}, False, True),
+        ("rstitch", {"tau": 0.5}, False, True),
+        ("bernoulli", {"p": 0.5}, False, True),
+        ("every_n", {"shape": "visit", "n": 2}, False, True),
+        ("every_n", {"shape": "block", "n": 2}, True, True),
+    ]:
+        assert [side(name, params, index).keep_sample for index in (0, 1)] == [small, large], name
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+@pytest.mark.parametrize("models", [2, 3, 5])
+def test_every_n_block_names_the_writer_of_the_next_token(n, models):
+    indices = list(range(4 * n * models))
+    for own in range(models):
+        destinations = route("every_n", {"shape": "block", "n": n}, own, torch.zeros(len(indices), V), indices, models)
+        writers = [((t + 1) // n) % models for t in indices]
+        assert destinations == [context(models, own).destination(writer) for writer in writers]
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_every_n_visit_sends_the_last_of_every_n(n):
+    zeros = torch.zeros(20, V)
+    expected = [int((t + 1) % n == 0) for t in range(20)]
+    assert route("every_n", {"shape": "visit", "n": n}, 0, zeros) == expected
+    assert route("every_n", {"shape": "visit", "n": n}, 1, zeros) == [1] * 20
+
+
+def test_bernoulli_draws_by_position_alone():
+    p = float(np.float32(0.3))
+    seeds, choices, at = [5, 5, -9, 5] * 50, [0, 1, 0, 2] * 50, [n // 4 for n in range(200)]
+    built = side("bernoulli", {"p": 0.3}, 0)
+    got = built.route(step(torch.zeros(200, V), {"p": 0.3}, at, seeds, choices)).tolist()
+    keys = zip(seeds, choices, at, strict=True)
+    assert got == [int(uniform(seed, choice, t, Purpose.ROUTE) < p) for seed, choice, t in keys]
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(1)).tolist()
+    shuffled = step(torch.zeros(200, V), {"p": 0.3}, *([column[n] for n in order] for column in (at, seeds, choices)))
+    assert built.route(shuffled).tolist() == [got[n] for n in order]
+
+
+def test_bernoulli_shares():
+    zeros, at = torch.zeros(4000, 2), list(range(4000))
+    assert sum(route("bernoulli", {"p": 0}, 0, zeros, at)) == 0
+    assert sum(route("bernoulli", {"p": 1}, 0, zeros, at)) == 4000
+    # Five standard deviations of a fixed draw.
+    assert abs(sum(route("bernoulli", {"p": 0.25}, 0, zeros, at)) - 1000) < 137
+    assert route("bernoulli", {"p": 0.25}, 1, zeros, at) == [1] * 4000
+
+
+def test_every_rule_can_be_captured_in_a_graph():
+    for name, params in [
+        ("none", {}),
+        ("entropy", {"threshold": 1}),
+        ("rstitch", {"tau": 0.1}),
+        ("bernoulli", {"p": 1}),
+    ]:
+        assert side(name, params, 0).pure
