@@ -12,7 +12,19 @@ from typing import Any
 
 import torch
 
-from ipc.messages import Abort, Message, PeerReq, Sampling, Submit, TokenUpdate, Tokens, decode, encode, pack_ids, unpack_ids
+from ipc.messages import (
+    Abort,
+    Message,
+    PeerReq,
+    Sampling,
+    Submit,
+    TokenUpdate,
+    Tokens,
+    decode,
+    encode,
+    pack_ids,
+    unpack_ids,
+)
 from models.batch import ModelRunner
 from models.kv_cache import KvCache
 from trouterd.config import Config, Model, Route

@@ -115,9 +115,7 @@ class Handoffs:
         if request.output_length > request.visit_start:
             self.send(request, 0, NO_TOKEN)
             return
-        self.outbound.post(
-            request.visit_source, Nack(request.rid, self.index, request.handoff_seq, reason)
-        )
+        self.outbound.post(request.visit_source, Nack(request.rid, self.index, request.handoff_seq, reason))
         self.scheduler.pend(request)
 
     def _to_entry(
@@ -155,9 +153,7 @@ class Handoffs:
         request = self.requests.get(message.rid)
         if request is None or message.start > request.output_length:
             self.stats.nacks_sent += 1
-            self.outbound.post(
-                message.source, Nack(message.rid, self.index, message.handoff_seq, NackReason.STALE)
-            )
+            self.outbound.post(message.source, Nack(message.rid, self.index, message.handoff_seq, NackReason.STALE))
             return None
         if message.handoff_seq <= request.handoff_seq:
             self.stats.stale_messages += 1

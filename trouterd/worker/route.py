@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import torch
@@ -56,9 +57,16 @@ class ModelFacts:
 
 
 def build_routes(
-    config: Config, model: str, facts: ModelFacts, eos_ids: dict[str, frozenset[int]]
+    config: Config, model: str, facts: ModelFacts, eos_ids: dict[str, frozenset[int]], folder: Path | None = None
 ) -> dict[str, WorkerRoute]:
     """Every route that `model` takes part in, by public name.
+
+    Args:
+        config: the whole configuration.
+        model: this worker's model.
+        facts: what is known of it.
+        eos_ids: end-of-answer ids of every model.
+        folder: what relative paths of algorithms are relative to.
 
     Raises:
         AlgorithmError: an algorithm that cannot be loaded or parameters that it does not take.
@@ -67,8 +75,8 @@ def build_routes(
     for name, route in config.all_routes().items():
         if model not in route.models:
             continue
-        definition = load(route.algorithm)
-        params = validate_params(definition, route.params, len(route.models))
+        definition = load(route.algorithm, folder)
+        params = validate_params(definition, route.params, route.models)
         side = route.models.index(model)
         context = RouteContext(tuple(route.models), side, facts.vocab_size, facts.hidden_size, facts.device)
         routes[name] = WorkerRoute(

@@ -74,7 +74,9 @@ class Stats:
             counter("handoff_fallbacks", "Hand-offs that nobody took.", [(own, self.fallbacks)]),
             counter("bad_records", "Ring records that are no message.", [(own, self.rejected_records)]),
             histogram("handoff_seconds", "From sending a hand-off to its first step.", [(own, self.handoff_seconds)]),
-            histogram("step_seconds", "Duration of a forward pass, sampler and routing included.", [(own, self.step_seconds)]),
+            histogram(
+                "step_seconds", "Duration of a forward pass, sampler and routing included.", [(own, self.step_seconds)]
+            ),
             histogram("batch_rows", "Token rows of a step.", [(own, self.batch_rows)]),
             histogram("batch_requests", "Requests that got a token in a step.", [(own, self.batch_requests)]),
             *(gauge(name, GAUGES[name], [(own, value)]) for name, value in live.items()),

@@ -10,7 +10,20 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ipc.messages import Abort, Active, Finish, Message, Nack, NackReason, PeerReq, Submit, TokenUpdate, Tokens, Warm, pack_ids
+from ipc.messages import (
+    Abort,
+    Active,
+    Finish,
+    Message,
+    Nack,
+    NackReason,
+    PeerReq,
+    Submit,
+    TokenUpdate,
+    Tokens,
+    Warm,
+    pack_ids,
+)
 from models.batch import ModelRunner
 from models.kv_cache import KvCache
 from trouterd.worker.handoff import Handoffs
