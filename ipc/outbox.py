@@ -1,0 +1,86 @@
+"""A producer with a bounded spill behind it, so that a sender never waits and never loses a message silently."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ipc.layout import RECORD_HEADER, ProducerCounter, aligned
+from ipc.ring import PushResult, RingProducer
+
+
+class Outbox:
+    """What the daemon's processes send through. Messages leave in the order of `send`, whether spilled or not.
+
+    Spilled messages leave on a later `send`, or on `flush`, which the owner calls when the producer's space event
+    fires (RingWriter does that on an event loop).
+    """
+
+    def __init__(self, producer: RingProducer, *, spill_records: int = 4096, spill_bytes: int = 8 << 20) -> None:
+        self.producer = producer
+        self._spill: deque[tuple[bytes, int]] = deque()
+        self._bytes = 0
+        self._max_records = spill_records
+        self._max_bytes = spill_bytes
+        # A producer before this one may have died with messages in its spill.
+        self._show_depth()
+
+    def send(self, payload: bytes, kind: int) -> bool:
+        """Takes one message for delivery. False: ring and spill are full, the message was not taken.
+
+        Raises MessageTooLargeError, RingClosedError, RingPoisonedError.
+        """
+        if not self._spill or self._push_spilled():
+            if self.producer.try_push(payload, kind) is not PushResult.FULL:
+                return True
+        elif len(payload) > self.producer.segment.spec.max_message:
+            # The push refuses what could never leave the spill, and says why.
+            self.producer.try_push(payload, kind)
+        if len(self._spill) >= self._max_records or self._bytes + len(payload) > self._max_bytes:
+            self.producer.count(ProducerCounter.REJECTED)
+            return False
+        self._spill.append((payload, kind))
+        self._bytes += len(payload)
+        self._show_depth()
+        if len(self._spill) == 1:
+            self.flush()
+        return True
+
+    def flush(self) -> int:
+        """Moves what fits from the spill to the ring; if some stays, the space event will fire. Returns the number."""
+        before = len(self._spill)
+        while not self._push_spilled() and not self.producer.prepare_wait(len(self._spill[0][0])):
+            pass
+        return before - len(self._spill)
+
+    @property
+    def depth(self) -> tuple[int, int]:
+        """Messages and payload bytes in the spill."""
+        return len(self._spill), self._bytes
+
+    @property
+    def overdue(self) -> bool:
+        """Something is spilled although the consumer must have announced room for it by now."""
+        if not self._spill:
+            return False
+        capacity = self.producer.segment.spec.capacity
+        # Twice the size covers the padding at the end of the buffer; an empty ring takes every message.
+        enough = max(capacity // 4, 2 * (RECORD_HEADER + aligned(len(self._spill[0][0]))))
+        return self.producer.free_bytes >= min(enough, capacity)
+
+    def _push_spilled(self) -> bool:
+        """True once the spill is empty."""
+        moved = False
+        while self._spill:
+            payload, kind = self._spill[0]
+            if self.producer.try_push(payload, kind) is PushResult.FULL:
+                break
+            self._spill.popleft()
+            self._bytes -= len(payload)
+            moved = True
+        if moved:
+            self._show_depth()
+        return not self._spill
+
+    def _show_depth(self) -> None:
+        self.producer.gauge(ProducerCounter.SPILL_RECORDS, len(self._spill))
+        self.producer.gauge(ProducerCounter.SPILL_BYTES, self._bytes)
