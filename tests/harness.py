@@ -18,8 +18,8 @@ from ipc.messages import (
     PeerReq,
     Sampling,
     Submit,
-    TokenUpdate,
     Tokens,
+    TokenUpdate,
     decode,
     encode,
     pack_ids,
@@ -85,9 +85,9 @@ class Cluster:
         self.answers: dict[int, Answer] = {}
         self.trace: list[PeerReq] = []
         """Every PeerReq, in the order of sending."""
-        self.accept: Callable[[int, int, Message], bool] = lambda source, target, message: True
+        self.accept: Callable[[int, int, Message], bool] = lambda *_: True
         """Replace it to refuse messages (False = ring and spill full) or to see them go by."""
-        self.hold: Callable[[int, int, Message], bool] = lambda source, target, message: False
+        self.hold: Callable[[int, int, Message], bool] = lambda *_: False
         """True keeps a message back in `held` instead of delivering it."""
         self.held: list[tuple[int, int, Message]] = []
         self._rids = itertools.count(1)
@@ -96,14 +96,9 @@ class Cluster:
             facts = ModelFacts(runner.vocab_size, runner.hidden_size, torch.device("cpu"))
             pages = runner.num_pages if num_pages is None else num_pages
             kv = KvCache(pages, runner.page_size, max_slots, runner.context_length, prefix_cache)
-            self.workers[name] = Worker(
-                index,
-                build_routes(self.config, name, facts, {m: eos_ids for m in runners}),
-                runner,
-                kv,
-                self._sender(index),
-                max_batch_tokens,
-            )
+            compiled = build_routes(self.config, name, facts, dict.fromkeys(runners, eos_ids))
+            worker = self.workers[name] = Worker(index, compiled, runner, kv, max_batch_tokens)
+            worker.outbound.connect(self._sender(index))
 
     def _sender(self, source: int) -> Callable[[int, Message], bool]:
         def send(target: int, message: Message) -> bool:
@@ -158,8 +153,8 @@ class Cluster:
     async def settled(self) -> None:
         """Wait until no worker holds a request any more, then check that all pages are accounted for."""
         async with asyncio.timeout(20):
-            while any(w.requests for w in self.workers.values()):
-                await asyncio.sleep(0.001)
+            for worker in self.workers.values():
+                await worker.idle.wait()
         for worker in self.workers.values():
             worker.kv.check()
             assert worker.kv.counts()["owned"] == 0

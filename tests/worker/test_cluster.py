@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from ipc.messages import PeerReq
 from models.script import ScriptRunner
 from tests.harness import Cluster
 from trouterd.config import Route
@@ -91,7 +92,7 @@ async def test_many_at_once() -> None:
 
 async def test_abort_while_pending_reaches_both_and_late_replies_are_dropped() -> None:
     async with pair("every_n", shape="visit", n=2).running() as cluster:
-        cluster.hold = lambda source, target, message: type(message).__name__ == "PeerReq" and source == 1
+        cluster.hold = lambda source, _, message: isinstance(message, PeerReq) and source == 1
         rid, answer = cluster.submit("demo", [1, 2], max_tokens=20)
         await answer.until(1)
         async with asyncio.timeout(5):
@@ -99,8 +100,8 @@ async def test_abort_while_pending_reaches_both_and_late_replies_are_dropped() -
                 await asyncio.sleep(0.001)
         cluster.abort(rid, "demo")
         await cluster.settled()
-        cluster.hold = lambda source, target, message: False
-        for _, target, message in cluster.held:
+        cluster.hold = lambda *_: False
+        for _source, target, message in cluster.held:
             cluster.deliver(target, message)
         other = await cluster.generate("demo", [1, 2], max_tokens=6)
         assert len(other.tokens) == 6

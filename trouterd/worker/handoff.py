@@ -21,18 +21,26 @@ log = logging.getLogger(__name__)
 
 
 class Handoffs:
-    """The sending and receiving rules of one worker; called by the decode loop only."""
+    """The sending and receiving rules of one worker; called by the decode loop only.
+
+    `on_tokens` is called when the entry has new tokens, or the end, from a peer.
+    """
 
     def __init__(
-        self, index: int, requests: dict[int, Request], scheduler: Scheduler, outbound: Outbound, stats: Stats
+        self,
+        index: int,
+        requests: dict[int, Request],
+        scheduler: Scheduler,
+        outbound: Outbound,
+        stats: Stats,
+        on_tokens: Callable[[Request], None],
     ) -> None:
         self.index = index
         self.requests = requests
         self.scheduler = scheduler
         self.outbound = outbound
         self.stats = stats
-        self.on_tokens: Callable[[Request], None] = lambda request: None
-        """Called when the entry has new tokens, or the end, from a peer."""
+        self.on_tokens = on_tokens
 
     # Sending
 

@@ -17,11 +17,15 @@ Send = Callable[[int, Message], bool]
 class Outbound:
     """Sends messages, remembers those that may not be lost, and knows which processes can be sent to."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self) -> None:
+        self._send: Send = _unconnected
         self._unsent: dict[int, deque[Message]] = {}
         self._down: set[int] = set()
         self._stalled: set[int] = set()
+
+    def connect(self, send: Send) -> None:
+        """Messages leave through `send` from now on."""
+        self._send = send
 
     def available(self, target: int) -> bool:
         """The process is up and answers: requests may be handed to it."""
@@ -32,7 +36,7 @@ class Outbound:
         return self.available(target) and not self._unsent.get(target) and self._send(target, message)
 
     def post(self, target: int, message: Message) -> None:
-        """Send now or, in order, as soon as there is room; dropped only if the process dies, whose memory of the request dies with it."""
+        """Send now or, in order, as soon as there is room; dropped only if the process dies, and its requests with it."""
         if target in self._down:
             return
         queue = self._unsent.get(target)
@@ -61,3 +65,8 @@ class Outbound:
             self._unsent.pop(target, None)
         elif state == "stalled":
             self._stalled.add(target)
+
+
+def _unconnected(target: int, message: Message) -> bool:
+    del target, message
+    return False

@@ -30,8 +30,6 @@ class Stats:
         self.nacks_received = 0
         self.refusals = 0
         self.fallbacks = 0
-        self.rejected_records = 0
-        """Records on the rings that are no message of ours."""
         self.handoff_seconds = Histogram(MICRO)
         """From a hand-off's sending to the start of its first step here."""
         self.step_seconds = Histogram(MICRO)
@@ -51,13 +49,14 @@ class Stats:
         self.handoffs[source, target] += 1
         self.suffix_tokens += suffix
 
-    def families(self, model: str, models: list[str], live: dict[str, float]) -> list[Family]:
+    def families(self, model: str, models: list[str], live: dict[str, float], bad_records: int) -> list[Family]:
         """Metric families of this worker.
 
         Args:
             model: this worker's model, the label of every sample.
             models: model names by worker index.
             live: gauges that are read off the scheduler and the cache, by metric name.
+            bad_records: ring records that were no message of ours.
         """
         own = {"model": model}
         pairs = [({"src": models[s], "dst": models[d]}, n) for (s, d), n in self.handoffs.items()]
@@ -72,7 +71,7 @@ class Stats:
             counter("stale_peer_msgs", "Late or repeated messages, dropped.", [(own, self.stale_messages)]),
             counter("nacks_sent", "Hand-offs refused here.", [(own, self.nacks_sent)]),
             counter("handoff_fallbacks", "Hand-offs that nobody took.", [(own, self.fallbacks)]),
-            counter("bad_records", "Ring records that are no message.", [(own, self.rejected_records)]),
+            counter("bad_records", "Ring records that are no message.", [(own, bad_records)]),
             histogram("handoff_seconds", "From sending a hand-off to its first step.", [(own, self.handoff_seconds)]),
             histogram(
                 "step_seconds", "Duration of a forward pass, sampler and routing included.", [(own, self.step_seconds)]
@@ -94,5 +93,6 @@ GAUGES = {
     "pages_owned": "KV pages of requests.",
     "preemptions": "Running requests sent back to wait since the start.",
     "visitor_evictions": "Visitors whose KV was dropped while they were away since the start.",
+    "loop_lag_seconds": "How late the event loop was at the last look.",
     "messages_unsent": "Messages that wait for room in a ring.",
 }

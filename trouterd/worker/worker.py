@@ -19,15 +19,15 @@ from ipc.messages import (
     NackReason,
     PeerReq,
     Submit,
-    TokenUpdate,
     Tokens,
+    TokenUpdate,
     Warm,
     pack_ids,
 )
 from models.batch import ModelRunner
 from models.kv_cache import KvCache
 from trouterd.worker.handoff import Handoffs
-from trouterd.worker.outbound import API, Outbound, Send
+from trouterd.worker.outbound import API, Outbound
 from trouterd.worker.request import NO_TOKEN, Request, State
 from trouterd.worker.route import WorkerRoute
 from trouterd.worker.scheduler import Chunk, Scheduler
@@ -66,7 +66,6 @@ class Worker:
         routes: every route that this model takes part in, by public name.
         runner: the model.
         kv: its KV cache.
-        send: puts one message on the ring to a process.
         max_batch_tokens: token rows of one step.
     """
 
@@ -76,7 +75,6 @@ class Worker:
         routes: dict[str, WorkerRoute],
         runner: ModelRunner,
         kv: KvCache,
-        send: Send,
         max_batch_tokens: int,
     ) -> None:
         self.index = index
@@ -85,15 +83,19 @@ class Worker:
         self.kv = kv
         self.requests: dict[int, Request] = {}
         self.stats = Stats()
-        self.outbound = Outbound(send)
+        self.outbound = Outbound()
         self.scheduler = Scheduler(kv, max_batch_tokens)
         self.stepper = Stepper(runner, kv.page_table)
-        self.handoffs = Handoffs(index, self.requests, self.scheduler, self.outbound, self.stats)
-        self.handoffs.on_tokens = self._tokens_from_peer
+        self.handoffs = Handoffs(
+            index, self.requests, self.scheduler, self.outbound, self.stats, self._tokens_from_peer
+        )
         self.active_elsewhere: dict[int, int] = {}
         """Per entry worker: its active requests that have this worker in their route."""
         self._active_here: dict[int, int] = {}
         self._active_told: dict[int, int] = {}
+        self.idle = asyncio.Event()
+        """Set while no request is here."""
+        self.idle.set()
         self._inbox: deque[Event] = deque()
         self._wake = asyncio.Event()
         self._to_stream: dict[int, Request] = {}
@@ -178,7 +180,7 @@ class Worker:
                 outcome = await asyncio.get_running_loop().run_in_executor(
                     self._thread, self.stepper.run, batch, wanted, routed
                 )
-        except Exception:  # the worker's boundary: a failed step ends its requests, not the worker  # noqa: BLE001
+        except Exception:  # the worker's boundary: a failed step ends its requests, not the worker
             log.exception("step of %d rows failed; its %d requests end with an error", len(batch), len(chunks))
             for chunk in chunks:
                 self._fail(chunk.request)
@@ -285,6 +287,8 @@ class Worker:
                 if worker != self.index and request.known[model] >= 0:
                     self.outbound.post(worker, Finish(request.rid))
             self._count_active(request, -1)
+        if not self.requests:
+            self.idle.set()
 
     def _count_active(self, request: Request, change: int) -> None:
         for worker in request.route.workers:
@@ -341,6 +345,7 @@ class Worker:
             return None
         request = Request.open(submit, route, entry, time.monotonic_ns())
         self.requests[submit.rid] = request
+        self.idle.clear()
         return request
 
     def _on_peer_req(self, message: PeerReq) -> None:
@@ -411,9 +416,9 @@ class Worker:
         if self._to_stream:
             self._stream_tokens()
         for worker, count in self._active_here.items():
-            if worker != self.index and self._active_told.get(worker, 0) != count:
-                if self.outbound.offer(worker, Active(self.index, count)):
-                    self._active_told[worker] = count
+            told = self._active_told.get(worker, 0)
+            if worker != self.index and told != count and self.outbound.offer(worker, Active(self.index, count)):
+                self._active_told[worker] = count
 
     def _stream_tokens(self) -> None:
         batch: list[Request] = []

@@ -1,0 +1,232 @@
+"""A worker process: opens the model, attaches the rings, and runs the decode loop between two ring-reading loops.
+
+The client loop and the peer loop are ring readers on the event loop rather than tasks of their own: a record goes from the
+ring into the decode loop's inbox without waiting for a task switch, and neither of them touches request state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import msgspec
+from models.config import ModelError
+
+from algorithms.registry import AlgorithmError
+from ipc.messages import Message, Submit
+from models.script import ScriptError
+from trouterd.child import Control, Refused
+from trouterd.config import Config
+from trouterd.control import PeerState
+from trouterd.links import Links
+from trouterd.worker.engine import end_ids, open_engine
+from trouterd.worker.outbound import API
+from trouterd.worker.request import Request
+from trouterd.worker.route import ModelFacts, build_routes
+from trouterd.worker.worker import Command, ProcessState, Worker
+
+log = logging.getLogger(__name__)
+
+API_NAME = "api"
+LAG_INTERVAL = 0.1
+"""Seconds between two looks at how late the event loop is."""
+
+
+class WorkerProcess:
+    """Glue between one `Worker`, its rings and the control link."""
+
+    def __init__(self, control: Control, worker: Worker, name: str) -> None:
+        self.control = control
+        self.worker = worker
+        self.name = name
+        self.models = list(control.boot.config.models)
+        self.lag = 0.0
+        """How late the event loop was at the last look, seconds."""
+        boot = control.boot
+        self.links = Links(
+            asyncio.get_running_loop(),
+            boot.inbound,
+            boot.outbound,
+            boot.config.rings,
+            self._receive,
+            self._receive_stale,
+        )
+        worker.outbound.connect(lambda target, message: self.links.send(self._name_of(target), message))
+
+    def register(self) -> None:
+        """Answer the control link's verbs and follow the other processes' states."""
+        control = self.control
+        control.pong_stats = self._progress
+        control.handlers.update(
+            {
+                "status": self._status,
+                "requests": self._requests,
+                "metrics": self._metrics,
+                "set": self._set,
+                "drain": self._drain,
+                "flush-cache": self._flush_cache,
+            }
+        )
+        control.on_peer_state(self._on_peer_state)
+
+    async def run(self) -> None:
+        """Decode until the control link ends or a ring breaks."""
+        self.links.start()
+        decode = asyncio.create_task(self.worker.run(), name="decode")
+        lag = asyncio.create_task(self._watch_lag(), name="lag")
+        ends: list[asyncio.Future[Any]] = [decode, self.control.closed, self.links.broken]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        lag.cancel()
+        self.worker.stop()
+        await decode
+        await self.links.aclose()
+
+    def _name_of(self, target: int) -> str:
+        return API_NAME if target == API else self.models[target]
+
+    def _index_of(self, name: str) -> int:
+        return API if name == API_NAME else self.models.index(name)
+
+    def _receive(self, peer: str, message: Message) -> None:
+        del peer
+        self.worker.deliver(message)
+
+    def _receive_stale(self, peer: str, message: Message) -> None:
+        """Meant for a dead predecessor. A submit was failed by the api when that one died; the rest answers itself."""
+        if not isinstance(message, Submit):
+            self._receive(peer, message)
+
+    def _progress(self) -> tuple[int, float]:
+        stepper = self.worker.stepper
+        return stepper.steps, time.monotonic() - stepper.started if stepper.started else 0.0
+
+    def _on_peer_state(self, state: PeerState) -> None:
+        if state.name == self.name:
+            return
+        if state.state == "stalled":
+            log.warning(
+                "%s (pid %d, state %s) does not answer; %s",
+                state.name,
+                state.pid,
+                state.process_state or "?",
+                self.links.describe(state.name),
+            )
+        self.worker.deliver(ProcessState(self._index_of(state.name), state.state))
+
+    async def _watch_lag(self) -> None:
+        while True:
+            due = time.monotonic() + LAG_INTERVAL
+            await asyncio.sleep(LAG_INTERVAL)
+            self.lag = time.monotonic() - due
+
+    # Verbs
+
+    async def _status(self, args: dict[str, Any]) -> dict[str, Any]:
+        del args
+        worker = self.worker
+        return {
+            "model": self.name,
+            "steps": worker.stats.steps,
+            "tokens": worker.stats.tokens,
+            "loop_lag_seconds": self.lag,
+            **worker.gauges(),
+            "rings": self.links.stats(),
+        }
+
+    async def _requests(self, args: dict[str, Any]) -> list[dict[str, Any]]:
+        del args
+        now = time.monotonic_ns()
+        return [_describe(request, now) for request in self.worker.requests.values()]
+
+    async def _metrics(self, args: dict[str, Any]) -> Any:
+        del args
+        live = self.worker.gauges() | {"loop_lag_seconds": self.lag}
+        families = self.worker.stats.families(self.name, self.models, live, self.links.bad_records)
+        return msgspec.to_builtins(families)
+
+    async def _set(self, args: dict[str, Any]) -> None:
+        key: str = args["key"]
+        config: Config = args["config"]
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def apply() -> None:
+            try:
+                self._apply(key, config)
+            except AlgorithmError as error:
+                done.set_exception(Refused(str(error)))
+            else:
+                done.set_result(None)
+
+        self.worker.deliver(Command(apply))
+        await done
+
+    def _apply(self, key: str, config: Config) -> None:
+        """Put one live key into force; called between two steps."""
+        section, _, rest = key.partition(".")
+        if section == "routes":
+            name, _, rest = rest.partition(".")
+            route = self.worker.routes.get(name)
+            if route is None:
+                return
+            settings = config.routes[name]
+            route.on_peer_loss, route.max_stall = settings.on_peer_loss, settings.max_stall
+            if rest.startswith("params."):
+                param = rest.removeprefix("params.")
+                route.set_param(param, settings.params[param])
+        elif key == f"models.{self.name}.max_batch_tokens":
+            self.worker.scheduler.max_batch_tokens = config.models[self.name].max_batch_tokens
+
+    async def _drain(self, args: dict[str, Any]) -> None:
+        """The api takes nothing new by now: wait until what is here has ended."""
+        del args
+        await self.worker.idle.wait()
+
+    async def _flush_cache(self, args: dict[str, Any]) -> int:
+        del args
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.worker.deliver(Command(lambda: done.set_result(self.worker.kv.flush())))
+        return await done
+
+
+def _describe(request: Request, now_ns: int) -> dict[str, Any]:
+    """A request for `trouterctl requests`: never its text."""
+    return {
+        "rid": request.rid,
+        "route": request.route.name,
+        "entry": request.is_entry,
+        "state": request.state.value,
+        "holder": request.route.models[request.holder],
+        "prompt_tokens": request.prompt_length,
+        "output_tokens": request.output_length,
+        "handoffs": request.handoffs,
+        "age_seconds": (now_ns - request.arrived_ns) * 1e-9,
+    }
+
+
+async def run(control: Control) -> int:
+    """Main function of the role; returns the exit code."""
+    config, name = control.boot.config, control.boot.role
+    model = config.models[name]
+    try:
+        engine = open_engine(name, model)
+        facts = ModelFacts(engine.runner.vocab_size, engine.runner.hidden_size, engine.device)
+        routes = build_routes(config, name, facts, end_ids(config))
+    except (ModelError, ScriptError, AlgorithmError) as error:
+        control.fatal(str(error))
+        return 1
+    worker = Worker(config.worker_index(name), routes, engine.runner, engine.kv, model.max_batch_tokens)
+    process = WorkerProcess(control, worker, name)
+    process.register()
+    control.ready(
+        {
+            "vocabulary": engine.runner.vocab_size,
+            "context": engine.runner.context_length,
+            "kv_tokens": engine.kv.capacity_tokens,
+            "device": model.device,
+            "dtype": model.dtype,
+        }
+    )
+    await process.run()
+    return 1 if process.links.broken.done() else 0
