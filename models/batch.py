@@ -56,8 +56,11 @@ class ModelRunner(Protocol):
     context_length: int
     page_size: int
     num_pages: int
-    inline: bool
-    """True when a step is so short that handing it to another thread would cost more than it saves."""
+
+    @property
+    def inline(self) -> bool:
+        """True when a step is so short that handing it to another thread would cost more than it saves."""
+        ...
 
     def step(self, batch: Batch) -> StepOutput:
         """Feed the rows, write their K and V, return logits and hidden states of the wanted rows."""
