@@ -131,6 +131,7 @@ class WorkerProcess:
             "steps": worker.stats.steps,
             "tokens": worker.stats.tokens,
             "loop_lag_seconds": self.lag,
+            "handoff_us": worker.stats.handoff_us(),
             **worker.gauges(),
             "rings": self.links.stats(),
         }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 
 from trouterd.metrics import Family, Histogram, counter, gauge, histogram
 
 MICRO = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 5.0)
 """Upper bounds for steps and hand-offs, seconds."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+RECENT = 4096
+"""Hand-offs that percentiles are taken over."""
 
 
 class Stats:
@@ -32,6 +34,8 @@ class Stats:
         self.fallbacks = 0
         self.handoff_seconds = Histogram(MICRO)
         """From a hand-off's sending to the start of its first step here."""
+        self.recent_handoffs: deque[float] = deque(maxlen=RECENT)
+        """The latest of those, in microseconds, for exact percentiles."""
         self.step_seconds = Histogram(MICRO)
         self.batch_rows = Histogram(ROWS)
         self.batch_requests = Histogram(ROWS)
@@ -48,6 +52,16 @@ class Stats:
         """Count one hand-off sent."""
         self.handoffs[source, target] += 1
         self.suffix_tokens += suffix
+
+    def handoff_started(self, seconds: float) -> None:
+        """Note the latency of one hand-off whose first step starts now."""
+        self.handoff_seconds.observe(seconds)
+        self.recent_handoffs.append(seconds * 1e6)
+
+    def handoff_us(self) -> dict[str, float]:
+        """Median and 99th percentile of the latest hand-offs, microseconds; zero before the first one."""
+        ordered = sorted(self.recent_handoffs) or [0.0]
+        return {"p50": ordered[len(ordered) // 2], "p99": ordered[len(ordered) * 99 // 100]}
 
     def families(self, model: str, models: list[str], live: dict[str, float], bad_records: int) -> list[Family]:
         """Metric families of this worker.

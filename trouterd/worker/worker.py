@@ -194,7 +194,7 @@ class Worker:
             request = chunk.request
             if request.handoff_sent_ns:
                 now = now or time.monotonic_ns()
-                self.stats.handoff_seconds.observe((now - request.handoff_sent_ns) * 1e-9)
+                self.stats.handoff_started((now - request.handoff_sent_ns) * 1e-9)
                 request.handoff_sent_ns = 0
             if request.is_entry and not request.warm and len(request.route.workers) > 1:
                 self._warm_peers(request)

@@ -1,0 +1,151 @@
+"""What the daemon itself costs: routed token/s, CPU per token and hand-off latency with models whose step takes no time.
+
+    python -m bench.overhead [--streams 64] [--tokens 512] [--share 0.1] [--repeats 5] [--json FILE]
+
+Two scripted models behind the whole daemon (HTTP, rings, schedulers, hand-offs), `bernoulli` routing at the given share. The load
+generator is a process of its own on the same cores, as a client on the same host would be; its CPU is shown apart. Hand-off
+latency is taken from sending a hand-off to the start of its first step at the receiver: under load, and with one stream,
+when the peer is idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.resources
+import json
+import os
+import platform
+import resource
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.daemon import Daemon, running
+
+LETTERS = 64
+"""Ids of the script: the first ordinary ones of the vocabulary."""
+WARM_UP_TOKENS = 64
+
+
+def configuration(folder: Path, share: float) -> str:
+    """Two scripted models and the route over them; writes the script files."""
+    tokenizer = Path(str(importlib.resources.files("trouterd.demo") / "small"))
+    vocabulary = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
+    lines = ["[server]"]
+    for name, first in (("small", 100), ("large", 200)):
+        script = {"vocab_size": vocabulary, "eos": 0, "ids": list(range(first, first + LETTERS)), "cycle": True}
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps(script))
+        lines += [f"[models.{name}]", f'path = "{path}"', 'format = "script"', f'tokenizer = "{tokenizer}"']
+    lines += ["[routes.demo]", 'models = ["small", "large"]', 'algorithm = "bernoulli"', f"params = {{ p = {share} }}"]
+    return "\n".join(lines) + "\n"
+
+
+async def generate(daemon: Daemon, model: str, streams: int, tokens: int) -> dict[str, Any]:
+    """Run the load generator in its own process."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    arguments = [f"--socket={daemon.socket}", f"--model={model}", f"--streams={streams}", f"--tokens={tokens}"]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "bench.load", *arguments, stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await process.communicate()
+    if process.returncode != 0:
+        raise RuntimeError(f"the load generator exited with {process.returncode}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result: dict[str, Any] = json.loads(output)
+    result["client_cpu"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return result
+
+
+async def measure(daemon: Daemon, model: str, streams: int, tokens: int) -> dict[str, Any]:
+    """One run: token/s, CPU microseconds per token by process, hand-offs and their latency."""
+    before = await daemon.cpu_seconds()
+    result = await generate(daemon, model, streams, tokens)
+    after = await daemon.cpu_seconds()
+    count = result["tokens"]
+    latency = {w["model"]: w["handoff_us"] for w in (await daemon.ctl("status"))["workers"]}
+    return {
+        "tokens_per_second": count / result["seconds"],
+        "cpu_us_per_token": {name: (after[name] - before[name]) / count * 1e6 for name in before},
+        "client_cpu_us_per_token": result["client_cpu"] / count * 1e6,
+        "handoffs": result["handoffs"],
+        "large_share": result["per_model"].get("large", 0) / count,
+        "handoff_us": latency,
+    }
+
+
+async def benchmark(streams: int, tokens: int, share: float, repeats: int) -> dict[str, Any]:
+    """All runs of one daemon: busy, one stream, and a single model for comparison."""
+    with tempfile.TemporaryDirectory() as folder:
+        async with running(Path(folder), configuration(Path(folder), share)) as daemon:
+            await generate(daemon, "demo", streams, WARM_UP_TOKENS)
+            busy = [await measure(daemon, "demo", streams, tokens) for _ in range(repeats)]
+            single = [await measure(daemon, "small", streams, tokens) for _ in range(repeats)]
+            lone = [await measure(daemon, "demo", 1, tokens) for _ in range(repeats)]
+    return {
+        "machine": f"{os.cpu_count()} cores, {_processor()}, Python {platform.python_version()}",
+        "load_average": os.getloadavg()[0],
+        "streams": streams,
+        "tokens": tokens,
+        "share": share,
+        "routed": busy,
+        "single_model": single,
+        "one_stream": lone,
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _median(runs: list[dict[str, Any]], key: str) -> float:
+    return statistics.median(run[key] for run in runs)
+
+
+def report(result: dict[str, Any]) -> str:
+    """The figures as text: medians over the repeats."""
+    lines = [f"{result['machine']}; medians of {len(result['routed'])} runs; load {result['load_average']:.1f}"]
+    for name, title in (
+        ("routed", f"routed, {result['streams']} streams"),
+        ("single_model", f"one model, {result['streams']} streams"),
+        ("one_stream", "routed, 1 stream"),
+    ):
+        runs = result[name]
+        cpu = {p: statistics.median(r["cpu_us_per_token"][p] for r in runs) for p in runs[0]["cpu_us_per_token"]}
+        shares = ", ".join(f"{process} {value:.1f}" for process, value in cpu.items())
+        lines.append(
+            f"{title}: {_median(runs, 'tokens_per_second'):,.0f} token/s; daemon CPU {sum(cpu.values()):.1f} us/token ({shares});"
+            f" client {_median(runs, 'client_cpu_us_per_token'):.1f} us/token; large share {_median(runs, 'large_share'):.3f}"
+        )
+    for title, name in (("under load", "routed"), ("idle peer", "one_stream")):
+        for model in ("large", "small"):
+            p50 = statistics.median(r["handoff_us"][model]["p50"] for r in result[name])
+            p99 = statistics.median(r["handoff_us"][model]["p99"] for r in result[name])
+            lines.append(f"hand-off to {model}, {title}: p50 {p50:.0f} us, p99 {p99:.0f} us")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="bench.overhead", description=__doc__)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--share", type=float, default=0.1)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    result = asyncio.run(benchmark(options.streams, options.tokens, options.share, options.repeats))
+    print(report(result))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
