@@ -82,11 +82,10 @@ def generate(
     known = [0] * len(models)
     holder = stall = 0
     ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos))
-    banned = sorted(set(sampling.stop_token_ids) | set(eos))
     while True:
         index = len(trace.tokens)
         logits = models[holder]([*prompt, *trace.tokens])
-        token = draw(logits, sampling, index, banned if index < sampling.min_tokens else [])
+        token = draw(logits, sampling, index, sorted(ends) if index < sampling.min_tokens else [])
         decision = rule(Row(holder, logits.tolist(), token, index, sampling.seed, sampling.choice))
         writer = decision.writer
         if decision.keep or writer == holder or stall >= max_stall:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from hypothesis import settings
 
 from algorithms.base import Algorithm, Definition, RouteContext, StepResult
 from algorithms.registry import load, numeric_params, validate_params
@@ -14,6 +15,9 @@ from algorithms.registry import load, numeric_params, validate_params
 torch.set_num_threads(1)
 
 HIDDEN = 4
+
+quick = settings(deadline=None, max_examples=50)
+"""For property tests on machines that others use too."""
 
 
 def uniform_over(count: int, vocab: int) -> list[float]:

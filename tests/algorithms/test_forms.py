@@ -15,7 +15,7 @@ from algorithms.every_n import EveryNParams
 from algorithms.registry import numeric_params
 from algorithms.rstitch import RStitchParams
 from models.rng import Purpose, uniform
-from tests.algorithms.steps import side, step
+from tests.algorithms.steps import quick, side, step
 
 logits_rows = st.integers(2, 12).flatmap(
     lambda width: st.lists(
@@ -72,6 +72,7 @@ class DecideBernoulli(Algorithm):
         return int(uniform(token.seed, token.choice, token.index, Purpose.ROUTE) < token.params["p"])
 
 
+@quick
 @given(logits_rows, st.floats(0, 3))
 def test_entropy(rows, threshold):
     logp = torch.tensor(rows).double().log_softmax(dim=-1)
@@ -81,6 +82,7 @@ def test_entropy(rows, threshold):
     assert EntropyParams(threshold=threshold).measure == "entropy"
 
 
+@quick
 @given(logits_rows, st.floats(0, 1))
 def test_confidence(rows, threshold):
     assume(far_from(torch.tensor(rows).double().softmax(dim=-1).amax(dim=-1).tolist(), threshold))
@@ -88,6 +90,7 @@ def test_confidence(rows, threshold):
     assert tensor == plain
 
 
+@quick
 @given(logits_rows, st.floats(-1, 1))
 def test_rstitch_large(rows, tau):
     logp = torch.tensor(rows).double().log_softmax(dim=-1)
@@ -97,6 +100,7 @@ def test_rstitch_large(rows, tau):
     assert RStitchParams(tau=tau).vocab == 0
 
 
+@quick
 @given(st.data(), st.integers(1, 40), st.integers(2, 6), st.lists(keys, min_size=1, max_size=8))
 def test_every_n_block(data, n, models, positions):
     index = data.draw(st.integers(0, models - 1))
@@ -107,6 +111,7 @@ def test_every_n_block(data, n, models, positions):
     assert EveryNParams(**params).n == n
 
 
+@quick
 @given(st.floats(0, 1, width=32), st.lists(keys, min_size=1, max_size=8))
 def test_bernoulli(p, positions):
     tensor, plain = both("bernoulli", {"p": p}, DecideBernoulli, [[0.0, 1.0]] * len(positions), positions=positions)

@@ -14,6 +14,7 @@ from ipc.messages import Sampling
 from models.rng import Purpose, uniform
 from tests.algorithms import reference
 from tests.algorithms.reference import Decision, Handoff
+from tests.algorithms.steps import quick
 
 torch.set_num_threads(1)
 
@@ -209,6 +210,7 @@ RULES = [
 
 
 @pytest.mark.parametrize("rule", RULES)
+@quick
 @given(seed=st.integers(0, 2**64 - 1), temperature=st.sampled_from([0.0, 1.0]))
 def test_invariants_of_a_trace(rule, seed, temperature):
     def model(scale):

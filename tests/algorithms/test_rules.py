@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from algorithms import uncertainty
 from algorithms.base import RouteContext
 from models.rng import Purpose, uniform
-from tests.algorithms.steps import HIDDEN, route, side, step, uniform_over
+from tests.algorithms.steps import HIDDEN, quick, route, side, step, uniform_over
 
 V = 8
 RANDOM = torch.randn(64, V, generator=torch.Generator().manual_seed(3)) * 3
@@ -49,6 +49,7 @@ def test_entropy_agrees_with_the_definition_in_double_precision():
     assert torch.allclose(uncertainty.entropy(wide).double(), expected, rtol=1e-4, atol=1e-5)
 
 
+@quick
 @given(st.lists(st.floats(-200, 200, width=32), min_size=2, max_size=40))
 def test_measures_stay_in_their_ranges(values):
     row = torch.tensor([values])

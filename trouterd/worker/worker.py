@@ -171,7 +171,7 @@ class Worker:
     async def _step(self, chunks: list[Chunk]) -> None:
         batch = self.stepper.build(chunks)
         wanted = [c.request for c in chunks if c.wants_logits]
-        routed = [len(r.route.workers) > 1 and r.stall < r.route.max_stall for r in wanted]
+        routed = [_may_leave(r) for r in wanted]
         self._note_start(chunks)
         try:
             if self.runner.inline:
@@ -435,6 +435,12 @@ class Worker:
             for request in part:
                 request.streamed = request.output_length
                 del self._to_stream[request.rid]
+
+
+def _may_leave(request: Request) -> bool:
+    """Whether the algorithm is asked: not where it would drop one more token after `max_stall` hand-offs without progress."""
+    route = request.route
+    return len(route.workers) > 1 and (route.algorithm.keep_sample or request.stall < route.max_stall)
 
 
 def _update(request: Request) -> TokenUpdate:
