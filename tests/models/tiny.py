@@ -160,7 +160,7 @@ def tensor_shapes(
 
 
 def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Norms near 1, matrices scaled by their fan-in, embeddings wide enough for peaked laws."""
+    """Norms near 1, matrices scaled by their fan-in; large enough for peaked laws, with soft attention."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in shapes.items():
@@ -168,6 +168,6 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int, dtype: torch.d
         if len(shape) == 1:
             noise = 0.1 * noise + (0.0 if name.endswith("bias") else 1.0)
         elif "embed_tokens" not in name:
-            noise *= 3 * shape[-1] ** -0.5
+            noise *= (1 if "q_proj" in name or "k_proj" in name else 3) * shape[-1] ** -0.5
         tensors[name] = noise.to(dtype)
     return tensors

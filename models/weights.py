@@ -1,0 +1,132 @@
+"""Checkpoint tensors: safetensors files, single or sharded, read into the shapes that the decoder asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from models.config import ModelConfig, ModelError, read_json
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+# Buffers that old checkpoints saved although they follow from config.json.
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+
+
+def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
+    """The torch dtype of "float32", "bfloat16" or "auto" (what the checkpoint declares). Raises ModelError."""
+    resolved = config.dtype if name == "auto" else name
+    if resolved not in DTYPES:
+        raise ModelError(f"dtype {resolved!r} is not supported; supported are {', '.join(DTYPES)}")
+    return DTYPES[resolved]
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor that a checkpoint of this shape holds; a tied LM head is not among them."""
+    hidden, ffn, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        for name, rows in (("q", q), ("k", kv), ("v", kv)):
+            shapes[f"{prefix}self_attn.{name}_proj.weight"] = (rows, hidden)
+            if config.qkv_bias:
+                shapes[f"{prefix}self_attn.{name}_proj.bias"] = (rows,)
+            if config.qk_norm and name != "v":
+                shapes[f"{prefix}self_attn.{name}_norm.weight"] = (config.head_dim,)
+        shapes[f"{prefix}self_attn.o_proj.weight"] = (hidden, q)
+        if config.o_bias:
+            shapes[f"{prefix}self_attn.o_proj.bias"] = (hidden,)
+        for name, shape in (("gate", (ffn, hidden)), ("up", (ffn, hidden)), ("down", (hidden, ffn))):
+            shapes[f"{prefix}mlp.{name}_proj.weight"] = shape
+            if config.mlp_bias:
+                shapes[f"{prefix}mlp.{name}_proj.bias"] = shape[:1]
+        shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
+        shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tied:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+class Checkpoint:
+    """The tensors of one directory, checked by name and shape on opening and read one by one.
+
+    Raises ModelError, naming file and tensor, when a file is absent or damaged, or when a tensor is missing, unknown
+    or of another shape than `config` says.
+    """
+
+    def __init__(self, directory: Path, config: ModelConfig) -> None:
+        self._directory = Path(directory)
+        self._expected = expected_tensors(config)
+        self._files = _locate(self._directory)
+        self._check(config)
+        self._handles: dict[Path, Any] = {}
+
+    def read(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """One tensor, converted and moved."""
+        path = self._files[name]
+        with _named(path):
+            if path not in self._handles:
+                self._handles[path] = safe_open(path, framework="pt")
+            tensor: torch.Tensor = self._handles[path].get_tensor(name)
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+            raise ModelError(f"{path}: {name}: dtype {tensor.dtype} is not supported; use float32, float16 or bfloat16")
+        return tensor.to(device=device, dtype=dtype)
+
+    def _check(self, config: ModelConfig) -> None:
+        index = self._directory / (_SINGLE if (self._directory / _SINGLE).exists() else _INDEX)
+        for name in self._expected:
+            if name not in self._files:
+                raise ModelError(f"{index}: tensor {name} is missing")
+        for name in self._files:
+            known = name in self._expected or name.endswith(_IGNORED_SUFFIXES)
+            # Tied checkpoints may hold the LM head a second time.
+            if not known and not (config.tied and name == "lm_head.weight"):
+                raise ModelError(f"{index}: tensor {name} is not part of a {config.family} model of this shape")
+        for path in dict.fromkeys(self._files.values()):
+            self._check_shapes(path)
+
+    def _check_shapes(self, path: Path) -> None:
+        with _named(path), safe_open(path, framework="pt") as file:
+            held = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  (no mapping)
+        for name, shape in self._expected.items():
+            if self._files[name] != path:
+                continue
+            if name not in held:
+                raise ModelError(f"{path}: tensor {name} is missing, though {_INDEX} places it here")
+            if held[name] != shape:
+                raise ModelError(f"{path}: tensor {name} has shape {held[name]}, config.json asks for {shape}")
+
+
+def _locate(directory: Path) -> dict[str, Path]:
+    """Tensor name -> file."""
+    single, index = directory / _SINGLE, directory / _INDEX
+    if single.exists():
+        with _named(single), safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    if not index.exists():
+        raise ModelError(f"{directory}: neither {_SINGLE} nor {_INDEX} is there; only safetensors weights are read")
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise ModelError(f"{index}: weight_map: must map tensor names to file names")
+    for name in dict.fromkeys(places.values()):
+        if Path(name).name != name:
+            raise ModelError(f"{index}: weight_map: {name!r} is not a file name")
+        if not (directory / name).exists():
+            raise ModelError(f"{directory / name}: the file is missing, though {_INDEX} names it")
+    return {tensor: directory / name for tensor, name in places.items()}
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Turn whatever a damaged file raises into one line with its name."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: damaged or unreadable: {error}") from error
