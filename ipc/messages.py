@@ -89,6 +89,8 @@ class TokenUpdate(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """With finish = 'error': what to tell the client."""
     pending_us: int = 0
     """Microseconds spent pending so far."""
+    status: int = 500
+    """With finish = 'error': the HTTP status that tells the client whose fault it is (429 busy, 503 peer lost ...)."""
 
 
 class Tokens(msgspec.Struct, array_like=True, frozen=True, gc=False):

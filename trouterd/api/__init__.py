@@ -1,0 +1,1 @@
+"""The api process: the OpenAI-compatible endpoint, tokenization, detokenization, stop strings and metrics."""

@@ -1,0 +1,102 @@
+"""The aiohttp application: routes, request ids and error answers. Needs no supervisor, rings or sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from trouterd.api import auth, chat, completions, models_routes, monitoring, tokenize
+from trouterd.api.errors import RequestError, internal
+from trouterd.api.services import SERVICES, Services, is_sane_id, new_id
+from trouterd.api.stream import EVENTS
+
+log = logging.getLogger("trouterd.api")
+
+ID_HEADER = "X-Request-Id"
+
+
+def build_app(services: Services, *, max_body_bytes: int = 16 << 20) -> web.Application:
+    """The whole endpoint; run it with `handler_cancellation=True`, so that a client's disconnect ends its requests."""
+    app = web.Application(middlewares=[answer_errors, auth.require_key], client_max_size=max_body_bytes)
+    app[SERVICES] = services
+    app.router.add_post("/v1/chat/completions", chat.chat_completions)
+    app.router.add_post("/v1/completions", completions.completions)
+    app.router.add_get("/v1/models", models_routes.list_models)
+    app.router.add_get("/v1/models/{name:.+}", models_routes.show_model)
+    app.router.add_post("/tokenize", tokenize.tokenize)
+    app.router.add_post("/detokenize", tokenize.detokenize)
+    app.router.add_get("/health", monitoring.health)
+    app.router.add_get("/ready", monitoring.ready)
+    app.router.add_get("/version", monitoring.version)
+    app.router.add_get("/metrics", monitoring.show_metrics)
+    app.on_response_prepare.append(_stamp)
+    app.cleanup_ctx.append(_ticking)
+    return app
+
+
+async def _stamp(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers[ID_HEADER] = request["id"]
+
+
+async def _ticking(app: web.Application) -> AsyncIterator[None]:
+    """The engine client's periodic work, and the measure of how late the loop is."""
+    engine = app[SERVICES].engine
+
+    async def run() -> None:
+        while True:
+            interval = engine.tick_interval
+            due = time.monotonic() + interval
+            await asyncio.sleep(interval)
+            engine.metrics.loop_lag = max(0.0, time.monotonic() - due)
+            engine.tick()
+
+    task = asyncio.create_task(run())
+    yield
+    task.cancel()
+    await asyncio.wait({task})
+
+
+@web.middleware
+async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn every failure into the OpenAI error object, as a response or as a frame of the stream that has begun."""
+    given = request.headers.get(ID_HEADER)
+    request["id"] = given if is_sane_id(given) else new_id()
+    request["started"] = time.monotonic()
+    try:
+        return await handler(request)
+    except ConnectionError:  # the client is gone: nobody to tell
+        raise
+    except RequestError as error:
+        return await _answer(request, error)
+    except web.HTTPException as error:
+        return await _answer(request, _http_error(request, error))
+    except Exception:  # noqa: BLE001 - the boundary: details go to the log, never to the client
+        log.exception("%s %s failed", request.method, request.path, extra={"request_id": request["id"]})
+        return await _answer(request, internal())
+
+
+async def _answer(request: web.Request, error: RequestError) -> web.StreamResponse:
+    request.app[SERVICES].engine.metrics.refused[error.code] += 1
+    events = request.get(EVENTS)
+    if events is not None and events.started:
+        return await events.fail(error)  # type: ignore[no-any-return]  # request values are untyped
+    return web.Response(
+        status=error.status, body=error.body(), headers=error.headers, content_type="application/json"
+    )
+
+
+def _http_error(request: web.Request, error: web.HTTPException) -> RequestError:
+    """What aiohttp itself refuses: paths, methods, sizes."""
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return RequestError(413, "body_too_large", f"the request body is too large: {error.text}")
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        return RequestError(405, "method_not_allowed", f"{request.method} is not allowed on this path; use {allowed}")
+    if isinstance(error, web.HTTPNotFound):
+        return RequestError(404, "not_found", f"no such path: {request.path[:256]}")
+    return RequestError(error.status, "http_error", error.reason)

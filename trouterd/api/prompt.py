@@ -1,0 +1,116 @@
+"""From messages or text to prompt ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jinja2
+
+from models.tokenizer import Tokenizer
+from trouterd.api.errors import RequestError, invalid, unsupported
+from trouterd.api.schema import ChatMessage, ContentPart, TemplateFields
+
+INLINE_CHARACTERS = 8192
+"""Longer texts are tokenized in a thread, so that they do not hold up the tokens of others."""
+
+_RESERVED_KWARGS = frozenset(
+    (
+        "add_generation_prompt",
+        "bos_token",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "eos_token",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    )
+)
+
+
+def _content(parts: Sequence[ContentPart], where: str) -> str:
+    texts = []
+    for number, part in enumerate(parts):
+        if part.type != "text":
+            raise unsupported(f"{where}[{number}].type", f"content parts of type {part.type[:64]!r} are not supported")
+        if part.text is None:
+            raise invalid(f"{where}[{number}].text is missing", f"{where}[{number}].text")
+        texts.append(part.text)
+    return "".join(texts)
+
+
+def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as a chat template expects them: text parts joined, role developer as system, no nulls.
+
+    Raises:
+        RequestError: 400 naming the message.
+    """
+    if not messages:
+        raise invalid("messages: at least one message is needed", "messages")
+    rendered = []
+    for number, message in enumerate(messages):
+        where = f"messages[{number}].content"
+        if message.content is None and not message.tool_calls:
+            raise invalid(f"{where} is missing", where)
+        content = message.content if isinstance(message.content, str) else _content(message.content or (), where)
+        turn: dict[str, Any] = {
+            "role": "system" if message.role == "developer" else message.role,
+            "content": content,
+        }
+        for name in ("name", "reasoning_content", "tool_calls", "tool_call_id"):
+            value = getattr(message, name)
+            if value is not None:
+                turn[name] = value
+        rendered.append(turn)
+    return rendered
+
+
+def _template_kwargs(fields: TemplateFields) -> dict[str, Any]:
+    kwargs = dict(fields.chat_template_kwargs or {})
+    reserved = sorted(_RESERVED_KWARGS & kwargs.keys())
+    if reserved:
+        param = f"chat_template_kwargs.{reserved[0]}"
+        raise invalid(f"{param}: this name cannot be set here", param)
+    continued = bool(fields.continue_final_message)
+    generate = not continued if fields.add_generation_prompt is None else fields.add_generation_prompt
+    if continued and generate:
+        raise invalid(
+            "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
+        )
+    return kwargs | {"add_generation_prompt": generate, "continue_final_message": continued}
+
+
+async def _run(size: int, work: Callable[[], list[int]]) -> list[int]:
+    return work() if size <= INLINE_CHARACTERS else await asyncio.to_thread(work)
+
+
+async def chat_prompt(tokenizer: Tokenizer, messages: Sequence[ChatMessage], fields: TemplateFields) -> list[int]:
+    """Prompt ids of a conversation. The template alone decides about BOS.
+
+    Raises:
+        RequestError: 400 when the messages or the template refuse.
+    """
+    turns, kwargs = template_messages(messages), _template_kwargs(fields)
+    try:
+        return await _run(
+            sum(len(turn["content"]) for turn in turns), lambda: tokenizer.apply_chat_template(turns, **kwargs)
+        )
+    except (jinja2.TemplateError, ValueError, TypeError) as error:
+        raise RequestError(
+            400, "invalid_messages", f"the chat template refused the messages: {error}", param="messages"
+        ) from error
+
+
+async def text_prompt(tokenizer: Tokenizer, text: str, *, add_special: bool) -> list[int]:
+    """Prompt ids of a plain text; BOS is added where the tokenizer adds it."""
+    return await _run(len(text), lambda: tokenizer.encode(text, add_special=add_special))

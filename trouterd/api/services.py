@@ -1,0 +1,47 @@
+"""What every HTTP handler may use."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from trouterd.api.catalog import Catalog
+from trouterd.api.engine import EngineClient
+from trouterd.api.schema import FieldCensus
+from trouterd.metrics import Family
+
+CheckParams = Callable[[str, dict[str, float]], dict[str, float]]
+"""Public name, overrides of a request -> the overrides to send; ValueError says which one is wrong."""
+WorkerMetrics = Callable[[], Awaitable[list[Family]]]
+
+_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Collaborators of the handlers."""
+
+    engine: EngineClient
+    catalog: Catalog
+    check_params: CheckParams
+    worker_metrics: WorkerMetrics
+    census: FieldCensus
+    api_keys: tuple[bytes, ...] = ()
+
+
+SERVICES = web.AppKey("services", Services)
+
+
+def is_sane_id(value: Any) -> bool:
+    """A client's request id that can go into headers, logs and answers as it is."""
+    return isinstance(value, str) and _SANE_ID.fullmatch(value) is not None
+
+
+def new_id() -> str:
+    """A request id of our own."""
+    return secrets.token_hex(16)

@@ -1,0 +1,42 @@
+"""The `usage` object: OpenAI's token counts and our `route` extension."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from trouterd.api.answer import Answer
+from trouterd.api.live import LiveRequest
+
+
+class RouteUsage(msgspec.Struct, frozen=True):
+    """How the route worked, over all choices."""
+
+    handoffs: int
+    """Both directions."""
+    tokens: dict[str, int]
+    """Model -> tokens it wrote; they add up to completion_tokens."""
+    pending_ms: float
+    """Time between a hand-off and the request's return, summed."""
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts of a request."""
+
+    prompt_tokens: int
+    """Each prompt counted once, however many choices it has."""
+    completion_tokens: int
+    total_tokens: int
+    route: RouteUsage
+
+
+def usage_of(live: LiveRequest, answers: Sequence[Answer]) -> Usage:
+    """Counts so far."""
+    prompt = sum(one.job.prompt_tokens for one in live.generations if one.job.sampling.choice == 0)
+    completion = sum(answer.completion_tokens for answer in answers)
+    names = live.served.models
+    tokens = {name: sum(answer.tokens_by_writer[index] for answer in answers) for index, name in enumerate(names)}
+    handoffs = sum(answer.handoffs for answer in answers)
+    pending_us = sum(answer.pending_us for answer in answers)
+    return Usage(prompt, completion, prompt + completion, RouteUsage(handoffs, tokens, round(pending_us / 1000, 3)))
