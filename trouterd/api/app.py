@@ -12,8 +12,8 @@ from aiohttp.typedefs import Handler
 
 from trouterd.api import auth, chat, completions, models_routes, monitoring, tokenize
 from trouterd.api.errors import RequestError, internal
-from trouterd.api.services import SERVICES, Services, is_sane_id, new_id
-from trouterd.api.stream import EVENTS
+from trouterd.api.services import REQUEST_ID, SERVICES, STARTED, Services, is_sane_id, new_id
+from trouterd.api.stream import EVENTS, EventStream
 
 log = logging.getLogger("trouterd.api")
 
@@ -40,7 +40,7 @@ def build_app(services: Services, *, max_body_bytes: int = 16 << 20) -> web.Appl
 
 
 async def _stamp(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers[ID_HEADER] = request["id"]
+    response.headers[ID_HEADER] = request[REQUEST_ID]
 
 
 async def _ticking(app: web.Application) -> AsyncIterator[None]:
@@ -65,8 +65,8 @@ async def _ticking(app: web.Application) -> AsyncIterator[None]:
 async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turn every failure into the OpenAI error object, as a response or as a frame of the stream that has begun."""
     given = request.headers.get(ID_HEADER)
-    request["id"] = given if is_sane_id(given) else new_id()
-    request["started"] = time.monotonic()
+    request[REQUEST_ID] = given if is_sane_id(given) else new_id()
+    request[STARTED] = time.monotonic()
     try:
         return await handler(request)
     except ConnectionError:  # the client is gone: nobody to tell
@@ -75,19 +75,17 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return await _answer(request, error)
     except web.HTTPException as error:
         return await _answer(request, _http_error(request, error))
-    except Exception:  # noqa: BLE001 - the boundary: details go to the log, never to the client
-        log.exception("%s %s failed", request.method, request.path, extra={"request_id": request["id"]})
+    except Exception:
+        log.exception("%s %s failed", request.method, request.path, extra={"request_id": request[REQUEST_ID]})
         return await _answer(request, internal())
 
 
 async def _answer(request: web.Request, error: RequestError) -> web.StreamResponse:
     request.app[SERVICES].engine.metrics.refused[error.code] += 1
-    events = request.get(EVENTS)
+    events: EventStream | None = request.get(EVENTS)
     if events is not None and events.started:
-        return await events.fail(error)  # type: ignore[no-any-return]  # request values are untyped
-    return web.Response(
-        status=error.status, body=error.body(), headers=error.headers, content_type="application/json"
-    )
+        return await events.fail(error)
+    return web.Response(status=error.status, body=error.body(), headers=error.headers, content_type="application/json")
 
 
 def _http_error(request: web.Request, error: web.HTTPException) -> RequestError:

@@ -46,9 +46,7 @@ class Catalog:
         TokenizerMismatch: naming route, both models and the first difference.
     """
 
-    def __init__(
-        self, config: Config, tokenizers: Mapping[str, Tokenizer], contexts: MutableMapping[str, int]
-    ) -> None:
+    def __init__(self, config: Config, tokenizers: Mapping[str, Tokenizer], contexts: MutableMapping[str, int]) -> None:
         self._tokenizers = tokenizers
         self.contexts = contexts
         self._served: dict[str, Served] = {}

@@ -133,6 +133,6 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     fields = decode(await request.read(), ChatRequest, services.census)
     served = services.catalog.get(fields.model)
     prompt = await chat_prompt(served.tokenizer, fields.messages, fields)
-    plan = plan_for(request, fields, served, [prompt], "messages")
+    plan = await plan_for(request, fields, served, [prompt], "messages")
     shape = ChatShape(plan.request_id, served.name, served.models if plan.return_token_ids else None)
     return await respond(request, plan, shape)

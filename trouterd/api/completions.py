@@ -111,6 +111,6 @@ async def completions(request: web.Request) -> web.StreamResponse:
     fields = decode(await request.read(), CompletionRequest, services.census)
     served = services.catalog.get(fields.model)
     prompts = await _prompts(fields.prompt, served.tokenizer, add_special=fields.add_special_tokens is not False)
-    plan = plan_for(request, fields, served, prompts, "prompt")
+    plan = await plan_for(request, fields, served, prompts, "prompt")
     shape = CompletionShape(plan.request_id, served.name, served.models if plan.return_token_ids else None)
     return await respond(request, plan, shape)

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ipc.messages import Abort, Message, Submit, TokenUpdate, Tokens
+from ipc.messages import Abort, Message, Submit, Tokens, TokenUpdate
 from trouterd.api.catalog import Served
 from trouterd.api.errors import RequestError
 from trouterd.api.live import Generation, Job, LiveRequest
@@ -90,20 +90,23 @@ class EngineClient:
             Generation(rid=next(self._numbers), index=index, job=job, live=live) for index, job in enumerate(jobs)
         ]
         self._lives[live] = None
-        for position, generation in enumerate(live.generations):
-            job = generation.job
-            if not self._send(
-                served.entry, Submit(generation.rid, served.name, job.prompt, job.sampling, dict(params))
-            ):
-                for unsent in live.generations[position:]:
-                    unsent.over = True
-                live.error = _unavailable(f"worker '{served.entry}' takes no more requests now")
-                self._close(live)
-                raise live.error
-            self._generations[generation.rid] = generation
-            self.metrics.prompt_length[served.name].observe(job.prompt_tokens)
+        try:
+            for generation in live.generations:
+                self._start(generation, params)
+        except RequestError as error:
+            live.error = error
+            self._close(live, failed=True)
+            raise
         self.metrics.prompt_tokens[served.name] += sum(job.prompt_tokens for job in jobs)
         return live
+
+    def _start(self, generation: Generation, params: dict[str, float]) -> None:
+        job, served = generation.job, generation.live.served
+        if not self._send(served.entry, Submit(generation.rid, served.name, job.prompt, job.sampling, dict(params))):
+            raise _unavailable(f"worker '{served.entry}' takes no more requests now")
+        generation.over = False
+        self._generations[generation.rid] = generation
+        self.metrics.prompt_length[served.name].observe(job.prompt_tokens)
 
     def _admit(self, served: Served, count: int) -> None:
         if self.draining:
@@ -140,11 +143,9 @@ class EngineClient:
         if not self._send(worker, Abort(rid)):
             self._unsent_aborts.append((worker, rid))
 
-    def _close(self, live: LiveRequest) -> None:
+    def _close(self, live: LiveRequest, failed: bool) -> None:
         """The handler is done with a request, or gone."""
-        if live not in self._lives:
-            return
-        reason = "error" if live.error is not None and live.error.code != "aborted" else "abort"
+        reason = "error" if failed and (live.error is None or live.error.code != "aborted") else "abort"
         for generation in live.generations:
             self.settle(generation, reason)
         self.metrics.end_to_end[live.served.name].observe(time.monotonic() - live.created)

@@ -19,7 +19,7 @@ from trouterd.api.errors import invalid
 from trouterd.api.live import Job, LiveRequest
 from trouterd.api.sampling import sampling_for, stop_strings
 from trouterd.api.schema import SamplingFields
-from trouterd.api.services import SERVICES, Services, is_sane_id
+from trouterd.api.services import REQUEST_ID, SERVICES, STARTED, Services, is_sane_id
 from trouterd.api.stops import StopStrings
 from trouterd.api.stream import KEEP_ALIVE, EventStream, frame
 from trouterd.api.usage import Usage, usage_of
@@ -75,7 +75,7 @@ class Shape(Protocol):
         """The answer of a request without streaming."""
 
 
-def plan_for(
+async def plan_for(
     request: web.Request, fields: SamplingFields, served: Served, prompts: Sequence[Sequence[int]], prompt_param: str
 ) -> Plan:
     """Check everything that is left and lay out the choices: all choices of the first prompt, then of the second ...
@@ -98,9 +98,9 @@ def plan_for(
     options = fields.stream_options
     header_given = is_sane_id(request.headers.get("X-Request-Id"))
     if not header_given and is_sane_id(fields.request_id):
-        request["id"] = fields.request_id
+        request[REQUEST_ID] = fields.request_id
     return Plan(
-        request_id=request["id"],
+        request_id=request[REQUEST_ID],
         served=served,
         jobs=jobs,
         text=TextOptions(
@@ -111,7 +111,7 @@ def plan_for(
             min_tokens=fields.min_tokens or 0,
             skip_special_tokens=fields.skip_special_tokens is not False,
         ),
-        params=_params(services, served, fields),
+        params=await _params(services, served, fields),
         stream=bool(fields.stream),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
@@ -119,11 +119,11 @@ def plan_for(
     )
 
 
-def _params(services: Services, served: Served, fields: SamplingFields) -> dict[str, float]:
+async def _params(services: Services, served: Served, fields: SamplingFields) -> dict[str, float]:
     if fields.route is None or not fields.route.params:
         return {}
     try:
-        return services.check_params(served.name, fields.route.params)
+        return await services.check_params(served.name, fields.route.params)
     except ValueError as error:
         raise invalid(f"route.params: {error}", "route.params") from error
 
@@ -137,7 +137,7 @@ async def respond(request: web.Request, plan: Plan, shape: Shape) -> web.StreamR
     engine = request.app[SERVICES].engine
     answers = [Answer(plan.text) for _ in plan.jobs]
     live = engine.submit(
-        plan.served, plan.jobs, request_id=plan.request_id, params=plan.params, created=request["started"]
+        plan.served, plan.jobs, request_id=plan.request_id, params=plan.params, created=request[STARTED]
     )
     with live:
         try:
@@ -204,6 +204,7 @@ async def _stream(
 
 def _log(live: LiveRequest, answers: Sequence[Answer]) -> None:
     """One line per request, never its text."""
+    usage = usage_of(live, answers)
     finishes = [answer.finish or (live.error.code if live.error else "disconnect") for answer in answers]
     log.info(
         "%s finished",
@@ -212,9 +213,9 @@ def _log(live: LiveRequest, answers: Sequence[Answer]) -> None:
             "request_id": live.request_id,
             "finish": ",".join(dict.fromkeys(finishes)),
             "choices": len(answers),
-            "prompt_tokens": sum(one.job.prompt_tokens for one in live.generations),
-            "completion_tokens": sum(answer.completion_tokens for answer in answers),
-            "handoffs": sum(answer.handoffs for answer in answers),
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "handoffs": usage.route.handoffs,
             "seconds": round(time.monotonic() - live.created, 4),
         },
     )

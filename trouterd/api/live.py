@@ -38,8 +38,8 @@ class Generation:
     pending_us: int = 0
     last_at: float = 0.0
     """Time of the latest token, CLOCK_MONOTONIC; 0 before the first."""
-    over: bool = False
-    """No worker holds it any more, or has been told to forget it."""
+    over: bool = True
+    """No worker holds it: not yet submitted, finished, or told to forget it."""
     settled: bool = False
     """Its outcome has been counted."""
 
@@ -55,8 +55,8 @@ class LiveRequest:
     served: Served
     created: float
     """CLOCK_MONOTONIC."""
-    close: Callable[[LiveRequest], None]
-    """The engine client's: called once, at the end."""
+    close: Callable[[LiveRequest, bool], None]
+    """The engine client's: called once, at the end; True when the request failed for other reasons than its client's."""
     generations: Sequence[Generation] = ()
     inbox: deque[tuple[Generation, TokenUpdate]] = field(default_factory=deque)
     error: RequestError | None = None
@@ -67,8 +67,8 @@ class LiveRequest:
     def __enter__(self) -> LiveRequest:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close(self)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.close(self, isinstance(error, Exception) and not isinstance(error, ConnectionError))
 
     def wake(self) -> None:
         """Let the handler run."""

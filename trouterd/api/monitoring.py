@@ -21,18 +21,18 @@ async def ready(request: web.Request) -> web.Response:
     """200 when every worker is up and new requests are taken, else 503 with the reason."""
     engine = request.app[SERVICES].engine
     fault = "draining" if engine.draining else engine.workers.any_fault()
-    answer = {"status": "unavailable" if fault else "ready", "reason": fault or None, "workers": engine.workers.report()}
-    return web.Response(
-        status=503 if fault else 200, body=msgspec.json.encode(answer), content_type="application/json"
-    )
+    answer = {
+        "status": "unavailable" if fault else "ready",
+        "reason": fault or None,
+        "workers": engine.workers.report(),
+    }
+    return web.Response(status=503 if fault else 200, body=msgspec.json.encode(answer), content_type="application/json")
 
 
 async def version(request: web.Request) -> web.Response:
     """The daemon's version."""
     del request
-    return web.Response(
-        body=msgspec.json.encode({"version": trouterd.__version__}), content_type="application/json"
-    )
+    return web.Response(body=msgspec.json.encode({"version": trouterd.__version__}), content_type="application/json")
 
 
 async def show_metrics(request: web.Request) -> web.Response:

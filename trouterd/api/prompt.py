@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jinja2
 
 from models.tokenizer import Tokenizer
 from trouterd.api.errors import RequestError, invalid, unsupported
-from trouterd.api.schema import ChatMessage, ContentPart, TemplateFields
+from trouterd.api.schema import ChatMessage, ContentPart
 
 INLINE_CHARACTERS = 8192
 """Longer texts are tokenized in a thread, so that they do not hold up the tokens of others."""
@@ -36,6 +36,14 @@ _RESERVED_KWARGS = frozenset(
         "truncation",
     )
 )
+
+
+class TemplateFields(Protocol):
+    """The request fields that say how messages become a prompt."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: dict[str, Any] | None
 
 
 def _content(parts: Sequence[ContentPart], where: str) -> str:
@@ -84,9 +92,7 @@ def _template_kwargs(fields: TemplateFields) -> dict[str, Any]:
     continued = bool(fields.continue_final_message)
     generate = not continued if fields.add_generation_prompt is None else fields.add_generation_prompt
     if continued and generate:
-        raise invalid(
-            "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
-        )
+        raise invalid("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
     return kwargs | {"add_generation_prompt": generate, "continue_final_message": continued}
 
 

@@ -74,7 +74,9 @@ def _value(given: float | None, default: float) -> float:
     return default if given is None else given
 
 
-def sampling_for(request: SamplingFields, prompt_tokens: int, context: int, vocab_size: int, prompt_param: str) -> list[Sampling]:
+def sampling_for(
+    request: SamplingFields, prompt_tokens: int, context: int, vocab_size: int, prompt_param: str
+) -> list[Sampling]:
     """One Sampling per choice; absent fields take the OpenAI defaults.
 
     Args:

@@ -79,18 +79,13 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     tool_call_id: str | None = None
 
 
-class TemplateFields(msgspec.Struct, kw_only=True):
-    """How messages become a prompt."""
-
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
-class ChatRequest(SamplingFields, TemplateFields, kw_only=True):
+class ChatRequest(SamplingFields, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: list[ChatMessage]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -100,13 +95,16 @@ class CompletionRequest(SamplingFields, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-class TokenizeRequest(TemplateFields, kw_only=True):
+class TokenizeRequest(msgspec.Struct, kw_only=True):
     """POST /tokenize: either `prompt` or `messages`."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

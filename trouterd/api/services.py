@@ -6,7 +6,7 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeGuard
 
 from aiohttp import web
 
@@ -15,7 +15,7 @@ from trouterd.api.engine import EngineClient
 from trouterd.api.schema import FieldCensus
 from trouterd.metrics import Family
 
-CheckParams = Callable[[str, dict[str, float]], dict[str, float]]
+CheckParams = Callable[[str, dict[str, float]], Awaitable[dict[str, float]]]
 """Public name, overrides of a request -> the overrides to send; ValueError says which one is wrong."""
 WorkerMetrics = Callable[[], Awaitable[list[Family]]]
 
@@ -35,11 +35,14 @@ class Services:
 
 
 SERVICES = web.AppKey("services", Services)
+REQUEST_ID = web.RequestKey("request_id", str)
+STARTED = web.RequestKey("started", float)
+"""CLOCK_MONOTONIC when the handler began."""
 
 
-def is_sane_id(value: Any) -> bool:
+def is_sane_id(value: str | None) -> TypeGuard[str]:
     """A client's request id that can go into headers, logs and answers as it is."""
-    return isinstance(value, str) and _SANE_ID.fullmatch(value) is not None
+    return value is not None and _SANE_ID.fullmatch(value) is not None
 
 
 def new_id() -> str:

@@ -9,8 +9,6 @@ from trouterd.api.errors import RequestError
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
-EVENTS = "events"
-"""Key of the request's EventStream, through which the error handler finds it."""
 _HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _encode_into = msgspec.json.Encoder().encode_into
 
@@ -52,3 +50,7 @@ class EventStream:
         """End with an error frame and close the connection."""
         self._response.force_close()
         return await self.finish(b"data: " + error.body() + b"\n\n")
+
+
+EVENTS = web.RequestKey("events", EventStream)
+"""Through which the error handler finds a stream that has begun."""

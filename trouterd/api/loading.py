@@ -1,0 +1,77 @@
+"""What the api reads from disk at its start: tokenizers and context lengths, and the algorithms behind `route.params`."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from models.config import ModelConfig, ModelError
+from models.tokenizer import Tokenizer
+from trouterd.config import Config, Model
+
+
+def load_tokenizers(config: Config) -> dict[str, Tokenizer]:
+    """One per model; models that name the same directory share it.
+
+    Raises:
+        ModelError: naming the file.
+    """
+    by_folder: dict[str, Tokenizer] = {}
+    tokenizers = {}
+    for name, model in config.models.items():
+        folder = model.tokenizer or model.path
+        if folder not in by_folder:
+            by_folder[folder] = Tokenizer.load(Path(folder))
+        tokenizers[name] = by_folder[folder]
+    return tokenizers
+
+
+def context_lengths(config: Config) -> dict[str, int]:
+    """Largest prompt + output per model, tokens.
+
+    Raises:
+        ModelError: naming the file.
+    """
+    return {name: model.context_length or _own_context(model) for name, model in config.models.items()}
+
+
+def _own_context(model: Model) -> int:
+    if model.format == "hf":
+        return ModelConfig.load(Path(model.path)).context_length
+    from models.script import ScriptError, ScriptRunner
+
+    try:
+        return ScriptRunner.load(Path(model.path)).context_length
+    except ScriptError as error:
+        raise ModelError(str(error)) from error
+
+
+class ParamChecks:
+    """Range checks of per-request algorithm parameters.
+
+    The algorithms need torch, whose import takes seconds; it happens in a thread at the first override, so that an api
+    that comes back after a crash serves at once and one that sees no override never pays for it.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._routes = config.all_routes()
+        self._lock = asyncio.Lock()
+
+    async def __call__(self, route: str, params: dict[str, float]) -> dict[str, float]:
+        """The overrides as the workers take them.
+
+        Raises:
+            ValueError: unknown, not numeric or out of range.
+        """
+        async with self._lock:
+            return await asyncio.to_thread(self._check, self._routes[route].algorithm, params)
+
+    @staticmethod
+    def _check(algorithm: str, params: dict[str, float]) -> dict[str, float]:
+        from algorithms.registry import AlgorithmError, check_override, load
+
+        try:
+            definition = load(algorithm)
+            return {name: check_override(definition, name, value) for name, value in params.items()}
+        except AlgorithmError as error:
+            raise ValueError(str(error)) from error

@@ -1,0 +1,89 @@
+"""The api's answers to the supervisor's calls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import msgspec
+
+from trouterd.api.catalog import Catalog
+from trouterd.api.engine import EngineClient
+from trouterd.child import Control, Refused
+from trouterd.config import Config
+
+
+class Verbs:
+    """Handlers by verb."""
+
+    def __init__(self, engine: EngineClient, catalog: Catalog) -> None:
+        self._engine = engine
+        self._catalog = catalog
+
+    def register(self, control: Control) -> None:
+        """Answer from now on, and follow the workers' states."""
+        control.handlers |= {
+            "status": self.status,
+            "requests": self.requests,
+            "metrics": self.metrics,
+            "set": self.set,
+            "abort": self.abort,
+            "drain": self.drain,
+        }
+        control.on_peer_state(self._engine.on_peer_state)
+
+    async def status(self, args: dict[str, Any]) -> dict[str, Any]:
+        """Requests in flight and tokens so far."""
+        del args
+        engine, metrics = self._engine, self._engine.metrics
+        tokens: dict[str, int] = {}
+        for (_, writer), count in metrics.route_tokens.items():
+            tokens[writer] = tokens.get(writer, 0) + count
+        return {
+            "active": engine.active,
+            "draining": engine.draining,
+            "prompt_tokens": metrics.prompt_tokens.total(),
+            "generation_tokens": metrics.generation_tokens.total(),
+            "tokens_by_model": tokens,
+            "loop_lag_seconds": metrics.loop_lag,
+        }
+
+    async def requests(self, args: dict[str, Any]) -> list[dict[str, Any]]:
+        """Every choice in flight."""
+        del args
+        return self._engine.report()
+
+    async def metrics(self, args: dict[str, Any]) -> Any:
+        """The api's own metric families."""
+        del args
+        return msgspec.to_builtins(self._engine.metrics.families(self._engine.active))
+
+    async def set(self, args: dict[str, Any]) -> None:
+        """Take over a changed configuration; requests in flight go on."""
+        config: Config = args["config"]
+        self._engine.configure(config)
+        self._catalog.configure(config)
+
+    async def abort(self, args: dict[str, Any]) -> dict[str, int]:
+        """End requests by id.
+
+        Raises:
+            Refused: none has it.
+        """
+        identifier = str(args["id"])
+        aborted = self._engine.abort(identifier)
+        if not aborted:
+            raise Refused(f"no request has the id {identifier!r}")
+        return {"aborted": aborted}
+
+    async def drain(self, args: dict[str, Any]) -> dict[str, int]:
+        """Take nothing new and return when all is answered; what still runs after `timeout` seconds ends with an error."""
+        engine = self._engine
+        engine.drain()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(args.get("timeout")):
+                await engine.drained.wait()
+        cut = len(engine.report())
+        engine.force()
+        return {"cut": cut}
