@@ -1,0 +1,115 @@
+"""What must hold between the keys of a configuration and the files that it names; imports nothing heavy.
+
+Whether algorithms take their parameters and tokenizers agree needs those packages: see `trouterd.check`.
+"""
+
+from __future__ import annotations
+
+import grp
+import re
+from pathlib import Path
+
+from trouterd.config import Config, Model, Route
+from trouterd.keys import suggestion
+
+RESERVED_NAMES = ("api", "supervisor")
+MAX_SOCKET_PATH = 107
+"""Bytes of a unix socket's path (sun_path less its terminating zero)."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]*")
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+
+
+def config_problems(config: Config) -> list[str]:
+    """One line per problem, naming the key."""
+    problems = _server_problems(config)
+    capacity = config.rings.capacity
+    if capacity & (capacity - 1):
+        problems.append(f"rings.capacity: expected a power of two, got {capacity}")
+    if not config.models:
+        problems.append("models: no model is configured; add a table such as [models.small] with path = ...")
+    for name, model in config.models.items():
+        problems += _name_problems("models", name) + _model_problems(name, model)
+    for name, route in config.routes.items():
+        problems += _name_problems("routes", name) + _route_problems(name, route, config)
+    return problems
+
+
+def parse_listen(listen: str) -> tuple[str, int]:
+    """HOST and PORT of server.listen; an IPv6 address stands in brackets.
+
+    Raises:
+        ValueError: not HOST:PORT, or a port outside 0..65535.
+    """
+    host, colon, port = listen.rpartition(":")
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"expected HOST:PORT such as 127.0.0.1:8000, got {listen!r}")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _server_problems(config: Config) -> list[str]:
+    server = config.server
+    problems = []
+    for key, path in (("socket", server.socket), ("control", server.control)):
+        size = len(path.encode())
+        if size > MAX_SOCKET_PATH:
+            problems.append(f"server.{key}: path of {size} bytes; the system takes {MAX_SOCKET_PATH}: {path}")
+        elif path and not Path(path).parent.is_dir():
+            problems.append(f"server.{key}: no folder {Path(path).parent}")
+    if server.socket and server.socket == server.control:
+        problems.append(f"server.control: the same as server.socket: {server.socket}")
+    if server.listen:
+        try:
+            parse_listen(server.listen)
+        except ValueError as error:
+            problems.append(f"server.listen: {error}")
+    if server.socket_group:
+        try:
+            grp.getgrnam(server.socket_group)
+        except KeyError:
+            problems.append(f"server.socket_group: no group '{server.socket_group}' on this host")
+    if server.api_key_file and not Path(server.api_key_file).is_file():
+        problems.append(f"server.api_key_file: no file {server.api_key_file}")
+    return problems
+
+
+def _name_problems(table: str, name: str) -> list[str]:
+    if name in RESERVED_NAMES:
+        return [f"{table}.{name}: the name is reserved"]
+    if not _NAME.fullmatch(name):
+        return [f"{table}.{name}: a name is letters, digits and . _ : / @ + -, and starts with a letter or digit"]
+    return []
+
+
+def _model_problems(name: str, model: Model) -> list[str]:
+    key = f"models.{name}"
+    problems = []
+    path = Path(model.path)
+    if model.path.startswith("builtin:"):
+        problems.append(f"{key}.path: no such built-in model: {model.path}; known: builtin:small, builtin:large")
+    elif model.format == "script":
+        if not path.is_file():
+            problems.append(f"{key}.path: no script file {path}")
+    elif not path.is_dir():
+        problems.append(f"{key}.path: no model directory {path}")
+    elif not (path / "config.json").is_file():
+        problems.append(f"{key}.path: no config.json in {path}; expected a Hugging Face model directory")
+    if model.tokenizer and not Path(model.tokenizer).is_dir():
+        problems.append(f"{key}.tokenizer: no directory {model.tokenizer}")
+    if not _DEVICE.fullmatch(model.device):
+        problems.append(f"{key}.device: expected 'cpu' or a CUDA device such as 'cuda:0', got {model.device!r}")
+    return problems
+
+
+def _route_problems(name: str, route: Route, config: Config) -> list[str]:
+    key = f"routes.{name}"
+    problems = []
+    if name in config.models:
+        problems.append(f"{key}: the name is also a model's; every model is a route of its own")
+    for model in route.models:
+        if model not in config.models:
+            problems.append(f"{key}.models: unknown model '{model}'{suggestion(model, config.models)}")
+    if len(set(route.models)) < len(route.models):
+        problems.append(f"{key}.models: a model is named twice: {', '.join(route.models)}")
+    if "/" in route.algorithm and not Path(route.algorithm).is_file():
+        problems.append(f"{key}.algorithm: no file {route.algorithm}")
+    return problems
