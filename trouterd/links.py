@@ -67,6 +67,11 @@ class Links:
         self._out = {link.peer: self._open_outbound(loop, link, settings) for link in outbound}
         self._in = {link.peer: self._open_inbound(loop, link, settings, stale) for link in inbound}
 
+    @property
+    def max_message(self) -> int:
+        """Bytes of the largest message that every outbound ring takes."""
+        return min(o.segment.spec.max_message for o in self._out.values())
+
     def start(self) -> None:
         """Begin to receive, and to flush spills as room appears."""
         for outbound in self._out.values():

@@ -30,6 +30,10 @@ from trouterd.worker.worker import Command, ProcessState, Worker
 log = logging.getLogger(__name__)
 
 API_NAME = "api"
+BYTES_PER_TOKEN = 5
+"""Of a message: the id and its writer."""
+MESSAGE_OVERHEAD = 4096
+"""Most bytes of a message that are no tokens."""
 LAG_INTERVAL = 0.1
 """Seconds between two looks at how late the event loop is."""
 
@@ -219,6 +223,14 @@ async def run(control: Control) -> int:
         return 1
     worker = Worker(config.worker_index(name), routes, engine.runner, engine.kv, model.max_batch_tokens)
     process = WorkerProcess(control, worker, name)
+    needed = BYTES_PER_TOKEN * engine.runner.context_length + MESSAGE_OVERHEAD
+    if needed > process.links.max_message:
+        control.fatal(
+            f"rings.capacity: one context of {engine.runner.context_length} tokens of model '{name}' needs a message of"
+            f" {needed} bytes, the rings carry at most {process.links.max_message}; raise rings.capacity or lower"
+            f" models.{name}.context_length"
+        )
+        return 1
     process.register()
     control.ready(
         {

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -37,6 +37,7 @@ from trouterd.worker.step import Outcome, Stepper
 log = logging.getLogger(__name__)
 
 UPDATES_PER_MESSAGE = 256
+TOKENS_PER_MESSAGE = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,13 +429,27 @@ class Worker:
             elif request.state is State.PENDING or self.handoffs.stream(request, self.index):
                 # A visitor that left took its tokens along.
                 del self._to_stream[request.rid]
-        for first in range(0, len(batch), UPDATES_PER_MESSAGE):
-            part = batch[first : first + UPDATES_PER_MESSAGE]
+        for part in _parts(batch):
             if not self.outbound.offer(API, Tokens(tuple(_update(r) for r in part))):
                 return
             for request in part:
                 request.streamed = request.output_length
                 del self._to_stream[request.rid]
+
+
+def _parts(batch: list[Request]) -> Iterator[list[Request]]:
+    """Groups of requests whose news fit one message: many at once only pile up while the api does not read."""
+    part: list[Request] = []
+    tokens = 0
+    for request in batch:
+        news = request.output_length - request.streamed
+        if part and (tokens + news > TOKENS_PER_MESSAGE or len(part) == UPDATES_PER_MESSAGE):
+            yield part
+            part, tokens = [], 0
+        part.append(request)
+        tokens += news
+    if part:
+        yield part
 
 
 def _may_leave(request: Request) -> bool:
