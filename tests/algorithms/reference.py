@@ -1,7 +1,7 @@
 """The oracle: routed decoding as one plain loop, with a full forward pass over all ids for every token.
 
-It shares no code with the workers, the runners or `algorithms/`: every rule is written again below, in double precision and
-plain Python. Only the position-keyed randomness (`models.rng`, `models.sampler`) is common, since it defines the answer.
+It shares no code with workers, runners or `algorithms/`: every rule is written again, in plain Python and double precision.
+Only the position-keyed randomness (`models.rng`, `models.sampler`) is common, since it defines the answer.
 """
 
 from __future__ import annotations
@@ -110,11 +110,9 @@ def generate(
 def draw(logits: torch.Tensor, sampling: Sampling, index: int, banned: Sequence[int]) -> int:
     """The token of one position; banned ids cannot be drawn."""
     if sampling.temperature == 0:
-        allowed = logits.clone()
-        allowed[list(banned)] = -math.inf
-        return int(allowed.argmax())
+        return int(logits.index_fill(0, torch.tensor(banned, dtype=torch.int64), -math.inf).argmax())
     zeros = np.zeros(len(banned), np.int64)
-    bias = Edits(zeros, np.array(banned, np.int64), np.full(len(banned), -math.inf, np.float32)) if banned else None
+    bias = Edits(zeros, np.array(banned, np.int64), np.full(len(banned), -math.inf, np.float32))
     rows = SamplingRows(
         temperature=np.array([sampling.temperature], np.float32),
         top_k=np.array([sampling.top_k]),
@@ -187,9 +185,7 @@ def every_n(shape: str, n: int, models: int = 2) -> Rule:
     def rule(row: Row) -> Decision:
         if shape == "block":
             return Decision((row.index + 1) // n % models, keep=True)
-        if row.model == 1:
-            return Decision(0, keep=True)
-        return Decision(int((row.index + 1) % n == 0), keep=False)
+        return Decision(int(row.model == 0 and (row.index + 1) % n == 0), keep=row.model == 1)
 
     return rule
 
@@ -198,8 +194,7 @@ def bernoulli(p: float) -> Rule:
     """Each position goes to the peer with probability p, drawn by position."""
 
     def rule(row: Row) -> Decision:
-        if row.model == 1:
-            return Decision(0, keep=True)
-        return Decision(int(uniform(row.seed, row.choice, row.index, Purpose.ROUTE) < single(p)), keep=False)
+        away = row.model == 0 and uniform(row.seed, row.choice, row.index, Purpose.ROUTE) < single(p)
+        return Decision(int(away), keep=row.model == 1)
 
     return rule

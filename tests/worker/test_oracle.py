@@ -144,7 +144,7 @@ async def test_a_crowd_with_shared_prefixes(case: Case) -> None:
             PROMPT[: n % 5 + 1] + [n % 3] * (n % 11),
             {"max_tokens": 5 + 3 * (n % 9), "temperature": 0.5 * (n % 3), "seed": n},
         )
-        for n in range(24)
+        for n in range(16)
     ]
     async with cluster(case.route(), max_batch_tokens=16).running() as workers:
         pairs = [workers.submit("demo", prompt, **sampling) for prompt, sampling in requests]
