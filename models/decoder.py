@@ -101,8 +101,9 @@ class Decoder:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Root mean square norm over the last dimension (arXiv 1910.07467): float32 inside, cast, then scaled."""
     wide = x.float()
-    scale = wide.square().mean(dim=-1, keepdim=True).add_(eps).sqrt_()
-    return (wide / scale).to(x.dtype) * weight
+    norm: torch.Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * scale).to(x.dtype) * weight
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
