@@ -146,6 +146,19 @@ static void *hammer_consumer(void *unused) {
     return unused;
 }
 
+/* Two threads on one core never overlap. */
+static void pin(int side) {
+    cpu_set_t allowed, one;
+    if (sched_getaffinity(0, sizeof allowed, &allowed)) return;
+    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+        if (!CPU_ISSET(cpu, &allowed) || side-- > 0) continue;
+        CPU_ZERO(&one);
+        CPU_SET(cpu, &one);
+        sched_setaffinity(0, sizeof one, &one);
+        return;
+    }
+}
+
 /* Two threads meet before and after every round. */
 static atomic_uint_fast64_t arrived;
 static int slept, woke;
@@ -158,6 +171,7 @@ static void meet(uint64_t round) {
 
 static void *litmus_producer(void *unused) {
     uint64_t random = 2463534242u;
+    pin(0);
     for (uint64_t round = 1; round <= total; round++) {
         meet(2 * round - 1);
         for (uint64_t pause = next_random(&random) % 24; pause; pause--) __asm__ volatile("" ::: "memory");
@@ -170,6 +184,7 @@ static void *litmus_producer(void *unused) {
 
 static void *litmus_consumer(void *unused) {
     uint64_t random = 88172645463325252u;
+    pin(1);
     for (uint64_t round = 1; round <= total; round++) {
         consumer.head = consumer.next = consumer.tail;
         ring_consumer_cancel(&consumer);
