@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +29,7 @@ from trouterd.control import (
     pack_frame,
     read_frame,
 )
+from trouterd.interpreter import environment, module_command
 
 CALL_TIMEOUT = 2.0
 """Seconds that a child gets to answer a call, unless the caller says otherwise."""
@@ -162,26 +162,15 @@ class Child:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def _start(self, control_fd: int, fds: list[int]) -> subprocess.Popen[bytes]:
-        options = ["--control-fd", str(control_fd), "--parent", str(os.getpid()), "--module", self._module]
+        options = ("--control-fd", str(control_fd), "--parent", str(os.getpid()), "--module", self._module)
+        threads = str(self._threads)
         return subprocess.Popen(  # noqa: S603 - our own interpreter and module
-            # -P: a folder named "models" in the working directory must not become ours.
-            [sys.executable, "-P", "-m", "trouterd.child", *options],
+            module_command("trouterd.child", *options),
             stdin=subprocess.DEVNULL,
             pass_fds=[control_fd, *fds],
-            env=self._environment(),
+            env=environment(OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads, TOKENIZERS_PARALLELISM="false"),
             process_group=0,  # a terminal's Ctrl-C is for the supervisor alone
         )
-
-    def _environment(self) -> dict[str, str]:
-        threads = str(self._threads)
-        # The child finds the same packages as we do, however we were started.
-        path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
-        return os.environ | {
-            "PYTHONPATH": path,
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            "TOKENIZERS_PARALLELISM": "false",
-        }
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
