@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import ctypes
 import importlib
-import itertools
 import logging
 import os
 import signal
@@ -29,6 +28,9 @@ import msgspec
 import uvloop
 
 from trouterd import logs
+from trouterd.calls import CallError as CallError
+from trouterd.calls import OpenCalls, reply_to
+from trouterd.calls import Refused as Refused
 from trouterd.config import Config
 from trouterd.control import (
     Boot,
@@ -56,14 +58,6 @@ log = logging.getLogger("trouterd.child")
 Handler = Callable[[dict[str, Any]], Awaitable[Any]]
 
 
-class Refused(Exception):  # noqa: N818 - reads as what it is: "raise Refused(why)"
-    """Raised by a handler: the request is understood and refused (not live, out of range); nothing was changed."""
-
-
-class CallError(Exception):
-    """The other end of a call reported a failure, or is gone."""
-
-
 async def _config_alone(args: dict[str, Any]) -> None:
     """`set` in a role without a handler: `Control.config` alone changes."""
     del args
@@ -84,8 +78,7 @@ class Control:
         self._reader = reader
         self._writer = writer
         self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._calls = OpenCalls()
         self._tasks: dict[asyncio.Task[Any], Call] = {}
         self._states: dict[str, PeerState] = {}
         self._state_callbacks: list[Callable[[PeerState], None]] = []
@@ -137,14 +130,7 @@ class Control:
         """
         if self._closed.done():
             raise CallError(f"{verb}: the supervisor is gone")
-        number = next(self._numbers)
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer
-        self._send(Call(id=number, verb=verb, args=args or {}))
-        try:
-            return await answer
-        finally:
-            self._waiting.pop(number, None)
+        return await self._calls.call(self._send, verb, args)
 
     async def aclose(self) -> None:
         """Flush what was sent and close the link."""
@@ -167,9 +153,7 @@ class Control:
             log.error("control link: %s", error)
         finally:
             self._closed.set_result(None)
-            for answer in self._waiting.values():
-                if not answer.done():
-                    answer.set_exception(CallError("the supervisor is gone"))
+            self._calls.fail("the supervisor is gone")
 
     def _dispatch(self, frame: Frame) -> None:
         match frame:
@@ -181,24 +165,13 @@ class Control:
                 for callback in self._state_callbacks:
                     callback(frame)
             case Reply():
-                self._settle(frame)
+                self._calls.settle(frame)
             case Call():
                 task = asyncio.create_task(self._handle(frame))
                 self._tasks[task] = frame
                 task.add_done_callback(self._answer)
             case _:
                 log.error("control link: unexpected %s", type(frame).__name__)
-
-    def _settle(self, reply: Reply) -> None:
-        answer = self._waiting.get(reply.id)
-        if answer is None or answer.done():
-            return
-        if reply.refused:
-            answer.set_exception(Refused(reply.error))
-        elif reply.error:
-            answer.set_exception(CallError(reply.error))
-        else:
-            answer.set_result(reply.result)
 
     async def _handle(self, call: Call) -> Any:
         handler = self.handlers.get(call.verb, _config_alone if call.verb == "set" else None)
@@ -216,18 +189,9 @@ class Control:
     def _answer(self, task: asyncio.Task[Any]) -> None:
         """Reply with a handler's outcome, whatever it is: a caller is never left waiting."""
         call = self._tasks.pop(task)
-        if task.cancelled():
-            self._send(Reply(id=call.id, error="cancelled"))
-            return
-        error = task.exception()
-        if error is None:
-            self._send(Reply(id=call.id, result=task.result()))
-        elif isinstance(error, Refused):
-            self._send(Reply(id=call.id, error=str(error), refused=True))
-        else:
-            if not isinstance(error, CallError):
-                log.error("verb %s failed", call.verb, exc_info=error)
-            self._send(Reply(id=call.id, error=str(error) or type(error).__name__))
+        if not task.cancelled() and (error := task.exception()) and not isinstance(error, Refused | CallError):
+            log.error("verb %s failed", call.verb, exc_info=error)
+        self._send(reply_to(call, task))
 
 
 def die_with_parent(parent: int) -> None:

@@ -19,9 +19,14 @@ class Server(Section, frozen=True):
 
     socket: Annotated[str, Meta(description="Unix socket of the HTTP API; '' for none.")] = "trouterd.sock"
     socket_mode: Annotated[
-        int, Meta(ge=0, le=0o777, description="Permission bits of both sockets, from the first instant.")
+        int,
+        Meta(
+            ge=0,
+            le=0o777,
+            description="Permission bits of the API socket from its first instant; control: 0600.",
+        ),
     ] = 0o600
-    socket_group: Annotated[str, Meta(description="Group that owns both sockets; '' keeps the process's own.")] = ""
+    socket_group: Annotated[str, Meta(description="Group that owns the API socket; '' keeps the process's own.")] = ""
     listen: Annotated[str, Meta(description="TCP address of the HTTP API, HOST:PORT; '' for none.")] = ""
     control: Annotated[
         str,
@@ -66,6 +71,9 @@ class Supervision(Section, frozen=True):
         float, Meta(gt=0, description="Seconds before the first restart of a dead child; doubles up to 30 s.")
     ] = 0.5
     start_timeout: Annotated[float, Meta(gt=0, description="Seconds that a child may take to become ready.")] = 600.0
+    start_attempts: Annotated[
+        int, Meta(ge=1, description="Deaths of a child that was never ready after which the daemon gives up.")
+    ] = 3
 
 
 class Rings(Section, frozen=True):

@@ -6,13 +6,16 @@ tagged msgspec struct. End of file on a child's socketpair means that the superv
 
 from __future__ import annotations
 
-import asyncio
+import socket
 import struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from trouterd.config import Config
+
+if TYPE_CHECKING:  # trouterctl speaks the protocol without an event loop, whose import would double its start
+    import asyncio
 
 MAX_FRAME = 16 << 20
 _LENGTH = struct.Struct("<I")
@@ -119,12 +122,38 @@ async def read_frame(reader: asyncio.StreamReader) -> Frame | None:
         ControlError: oversized or undecodable frame.
     """
     try:
-        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-        if length > MAX_FRAME:
-            raise ControlError(f"control frame of {length} bytes; at most {MAX_FRAME}")
-        body = await reader.readexactly(length)
-    except (asyncio.IncompleteReadError, ConnectionResetError):
+        body = await reader.readexactly(_body_length(await reader.readexactly(_LENGTH.size)))
+    except (EOFError, ConnectionResetError):
         return None
+    return _decode(body)
+
+
+def receive_frame(link: socket.socket) -> Frame | None:
+    """The same from a blocking socket."""
+    header = _receive_exactly(link, _LENGTH.size)
+    body = _receive_exactly(link, _body_length(header)) if header else b""
+    return _decode(body) if body else None
+
+
+def _receive_exactly(link: socket.socket, size: int) -> bytes:
+    """`size` bytes, or none at end of file."""
+    data = b""
+    while len(data) < size:
+        piece = link.recv(size - len(data))
+        if not piece:
+            return b""
+        data += piece
+    return data
+
+
+def _body_length(header: bytes) -> int:
+    length: int = _LENGTH.unpack(header)[0]
+    if length > MAX_FRAME:
+        raise ControlError(f"control frame of {length} bytes; at most {MAX_FRAME}")
+    return length
+
+
+def _decode(body: bytes) -> Frame:
     try:
         return _decoder.decode(body)
     except msgspec.DecodeError as error:

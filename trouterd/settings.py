@@ -134,6 +134,22 @@ def set_value(config: Config, name: str, value: Any) -> tuple[Config, Any, Any]:
     return msgspec.convert(tree, Config), old, value
 
 
+def differences(before: Config, after: Config) -> list[tuple[str, Any]]:
+    """Dotted key and new value of everything that differs; a parameter that was removed has the value None."""
+    old, new = _leaves(msgspec.to_builtins(before)), _leaves(msgspec.to_builtins(after))
+    return [(name, new.get(name)) for name in old | new if name not in new or old.get(name) != new[name]]
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            leaves |= _leaves(value, f"{prefix}{name}.")
+        else:
+            leaves[prefix + name] = value
+    return leaves
+
+
 def live_keys(section: type[Section] = Config, prefix: str = "") -> list[str]:
     """The keys that may change while the daemon runs, with `*` for the name of a model or route."""
     found = []

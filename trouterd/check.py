@@ -1,0 +1,75 @@
+"""`trouterd check`: what can be known about a configuration without loading weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from algorithms.registry import AlgorithmError, load, validate_params
+from models.config import ModelConfig, ModelError
+from models.script import ScriptError, ScriptRunner
+from models.tokenizer import Tokenizer
+from trouterd.config import Config, Model
+
+
+def deep_problems(config: Config) -> list[str]:
+    """One line per problem, naming the key and the file: model directories, tokenizers of each route, algorithms."""
+    problems = [problem for name, model in config.models.items() for problem in _model_problems(name, model)]
+    tokenizers, unreadable = _tokenizers(config)
+    problems += unreadable
+    for name, route in config.routes.items():
+        problems += _algorithm_problems(name, config)
+        known = [(model, tokenizers[model]) for model in route.models if model in tokenizers]
+        for other, tokenizer in known[1:]:
+            entry, first = known[0]
+            difference = first.first_difference(tokenizer)
+            if difference is not None:
+                problems.append(f"routes.{name}.models: the tokenizers of '{entry}' and '{other}' differ: {difference}")
+    return problems
+
+
+def _model_problems(name: str, model: Model) -> Iterable[str]:
+    if model.device.startswith("cuda") and not torch.cuda.is_available():
+        yield f"models.{name}.device: {model.device}, but this host or this build of torch has no CUDA"
+    try:
+        if model.format == "script":
+            ScriptRunner.load(Path(model.path))
+        else:
+            ModelConfig.load(Path(model.path))
+    except (ModelError, ScriptError) as error:
+        yield f"models.{name}.path: {error}"
+
+
+def _tokenizers(config: Config) -> tuple[dict[str, Tokenizer], list[str]]:
+    """Tokenizers by model, those of one directory loaded once, and the problems of those that cannot be read."""
+    loaded: dict[str, Tokenizer | ModelError] = {}
+    tokenizers: dict[str, Tokenizer] = {}
+    problems = []
+    for name, model in config.models.items():
+        folder = model.tokenizer or model.path
+        if folder not in loaded:
+            loaded[folder] = _load_tokenizer(folder)
+        tokenizer = loaded[folder]
+        if isinstance(tokenizer, ModelError):
+            problems.append(f"models.{name}.{'tokenizer' if model.tokenizer else 'path'}: {tokenizer}")
+        else:
+            tokenizers[name] = tokenizer
+    return tokenizers, problems
+
+
+def _load_tokenizer(folder: str) -> Tokenizer | ModelError:
+    try:
+        return Tokenizer.load(Path(folder))
+    except ModelError as error:
+        return error
+
+
+def _algorithm_problems(name: str, config: Config) -> Iterable[str]:
+    route = config.routes[name]
+    try:
+        validate_params(load(route.algorithm), route.params, route.models)
+    except AlgorithmError as error:
+        key = "models" if error.key == "models" else f"params.{error.key}" if error.key else "algorithm"
+        yield f"routes.{name}.{key}: {error}"

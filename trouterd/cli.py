@@ -1,0 +1,205 @@
+"""trouterd: serve, check and print a configuration, or show the demo. `trouterd --help` imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from trouterd import __version__, logs
+from trouterd.config import Config
+from trouterd.settings import DEFAULT_FILE, ConfigError, load
+
+EXIT_OK = 0
+EXIT_FAILURE = 1
+EXIT_TEMPORARY = 75
+EXIT_CONFIG = 78
+EPILOG = """\
+Exit codes: 0 done (serve: drained), 1 failed or forced to stop, 2 wrong usage, 75 an address is in use by another
+process, 78 the configuration or a model is at fault. 75 and 78 are EX_TEMPFAIL and EX_CONFIG of sysexits.h."""
+DEMO_CONFIG = """\
+[models.small]
+path = "builtin:small"
+
+[models.large]
+path = "builtin:large"
+
+[routes.demo]
+models = ["small", "large"]
+algorithm = "entropy"
+params = { threshold = 0.3 }
+"""
+
+
+class ForeignPackageError(Exception):
+    """A package of one of our generic names comes from somebody else."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `trouterd`; returns the exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        _require_own_packages()
+        code: int = options.run(options)
+        return code
+    except ConfigError as error:
+        return _complain(error.problems, EXIT_CONFIG)
+    except ForeignPackageError as error:
+        return _complain([str(error)], EXIT_FAILURE)
+    except KeyboardInterrupt:
+        return EXIT_FAILURE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="trouterd",
+        description="Serves several language models behind one OpenAI-compatible endpoint and lets every token of an "
+        "answer come from the model that should write it.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"trouterd {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    serve = commands.add_parser("serve", help="run the daemon in the foreground", epilog=EPILOG)
+    _add_configuration(serve)
+    serve.add_argument("--socket", metavar="PATH", help="unix socket of the HTTP API ('' for none)")
+    serve.add_argument("--listen", metavar="HOST:PORT", help="TCP address of the HTTP API")
+    serve.add_argument("--control", metavar="PATH", help="control socket of trouterctl")
+    serve.set_defaults(run=_serve)
+
+    check = commands.add_parser("check", help="look for mistakes in the configuration, without loading weights")
+    _add_configuration(check)
+    check.set_defaults(run=_check)
+
+    config = commands.add_parser("config", help="print the effective configuration, with every key documented")
+    _add_configuration(config)
+    config.set_defaults(run=_config)
+
+    version = commands.add_parser("version", help="print the version")
+    version.set_defaults(run=_version)
+
+    demo = commands.add_parser("demo", help="start a daemon on the built-in pair of models and show what routing does")
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _add_configuration(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-c", "--config", type=Path, metavar="FILE", help=f"configuration (default: {DEFAULT_FILE} in this folder)"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key, such as models.small.threads=2; may be given several times",
+    )
+
+
+def _load(options: argparse.Namespace, *, check: bool = True, need_file: bool = True) -> Config:
+    path: Path | None = options.config
+    if path is None and Path(DEFAULT_FILE).is_file():
+        path = Path(DEFAULT_FILE)
+    if path is None and need_file:
+        raise ConfigError([f"no {DEFAULT_FILE} in {Path.cwd()}; name one with -c FILE (or try: trouterd demo)"])
+    overrides = []
+    for pair in options.set:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError([f"--set {pair}: expected KEY=VALUE"])
+        overrides.append((key, value))
+    for flag in ("socket", "listen", "control"):
+        if getattr(options, flag, None) is not None:
+            overrides.append((f"server.{flag}", getattr(options, flag)))
+    return load(path, os.environ, overrides, check=check)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from ipc.errors import SegmentError
+    from trouterd.supervisor.sockets import SocketError, SocketInUseError
+    from trouterd.supervisor.supervisor import Supervisor
+
+    config = _load(options)
+    logs.setup("supervisor", config.server.log_level, config.server.log_format)
+
+    async def run() -> int:
+        return await Supervisor(config, reload=lambda: _load(options)).run()
+
+    try:
+        return asyncio.run(run())
+    except SocketInUseError as error:
+        return _complain([str(error)], EXIT_TEMPORARY)
+    except (SocketError, SegmentError) as error:
+        return _complain([str(error)], EXIT_FAILURE)
+
+
+def _check(options: argparse.Namespace) -> int:
+    config = _load(options)
+    from trouterd.check import deep_problems  # after the cheap checks: this one imports torch
+
+    problems = deep_problems(config)
+    if problems:
+        return _complain(problems, EXIT_CONFIG)
+    sys.stdout.write(f"ok: {len(config.models)} models, {len(config.routes)} routes\n")
+    return EXIT_OK
+
+
+def _config(options: argparse.Namespace) -> int:
+    from trouterd.config_dump import dump
+
+    sys.stdout.write(dump(_load(options, check=False, need_file=False)))
+    return EXIT_OK
+
+
+def _version(options: argparse.Namespace) -> int:
+    del options
+    sys.stdout.write(f"trouterd {__version__}\n")
+    return EXIT_OK
+
+
+def _demo(options: argparse.Namespace) -> int:
+    del options
+    from trouterd.daemon import Daemon, DaemonError
+    from trouterd.demo.show import run_demo
+
+    with tempfile.TemporaryDirectory(prefix="trouterd-demo-") as folder:
+        path = Path(folder) / DEFAULT_FILE
+        path.write_text(DEMO_CONFIG, encoding="utf-8")
+        try:
+            with Daemon(["-c", str(path), "--set", "server.log_level=warning"]):
+                return run_demo(Path(folder) / "trouterd.sock")
+        except DaemonError as error:
+            return _complain([str(error)], EXIT_FAILURE)
+
+
+def _require_own_packages() -> None:
+    """Our top-level packages have plain names; another distribution's package of the same name would break us silently.
+
+    Raises:
+        ForeignPackageError: naming the package and where it comes from.
+    """
+    home = Path(__file__).resolve().parent.parent
+    for name in ("ipc", "models", "algorithms"):
+        spec = importlib.util.find_spec(name)
+        origin = Path(spec.origin).resolve() if spec and spec.origin else None
+        if origin is None or origin.parent.parent != home:
+            raise ForeignPackageError(
+                f"the package '{name}' comes from {origin.parent if origin else 'nowhere'}, not from {home}; "
+                "install trouterd into an environment of its own"
+            )
+
+
+def _complain(problems: Sequence[str], code: int) -> int:
+    for problem in problems:
+        sys.stderr.write(f"trouterd: {problem}\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

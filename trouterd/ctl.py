@@ -1,0 +1,248 @@
+"""trouterctl: asks the running daemon over its control socket. Imports neither torch nor an event loop: it starts at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trouterd.control import Call, ControlError, Reply, pack_frame, receive_frame
+
+EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_NO_DAEMON, EXIT_REFUSED = range(5)
+ANSWER_TIMEOUT = 30.0
+"""Seconds that the daemon gets to answer."""
+
+EPILOG = """\
+The control socket is the one of --control, else of $TROUTERD_CONTROL, else of trouterd.toml in the working directory.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no daemon answers on the socket, 4 refused (not live, out of range)."""
+
+
+class NoDaemonError(Exception):
+    """Nobody answers on the control socket, or there is none to ask."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `trouterctl`; returns the exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        with _connect(_control_path(options.control)) as link:
+            reply = _ask(link, options.verb, _arguments(options))
+            if getattr(options, "wait", False) and not reply.error:
+                link.settimeout(None)
+                while receive_frame(link) is not None:
+                    pass
+    except NoDaemonError as error:
+        return _complain(str(error), EXIT_NO_DAEMON)
+    except (OSError, ControlError) as error:
+        return _complain(f"the daemon did not answer: {error}", EXIT_FAILURE)
+    if reply.error:
+        return _complain(reply.error, EXIT_REFUSED if reply.refused else EXIT_FAILURE)
+    try:
+        lines = [json.dumps(reply.result)] if options.json else _PRINTERS[options.verb](reply.result)
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        sys.stdout.flush()
+    except BrokenPipeError:  # `trouterctl status | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    shared = argparse.ArgumentParser(add_help=False)
+    # SUPPRESS: the option may stand before or after the verb, and the later parser must not reset it.
+    shared.add_argument("--control", metavar="PATH", default=argparse.SUPPRESS, help="control socket of the daemon")
+    shared.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the answer as JSON")
+    parser = argparse.ArgumentParser(
+        prog="trouterctl",
+        description="Look at and steer a running trouterd.",
+        epilog=EPILOG,
+        parents=[shared],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(control="", json=False)
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+
+    def add(verb: str, text: str) -> argparse.ArgumentParser:
+        return verbs.add_parser(verb, help=text, description=text, parents=[shared])
+
+    add("status", "state of every process and ring, and totals")
+    add("models", "models and routes that are served")
+    add("requests", "requests in flight, and where each one lives; never their text")
+    change = add("set", "change a live key, such as routes.demo.params.threshold or server.drain_timeout")
+    change.add_argument("key", metavar="KEY")
+    change.add_argument("value", metavar="VALUE")
+    abort = add("abort", "end a request")
+    abort.add_argument("id", metavar="RID", help="as shown by 'requests'")
+    drain = add("drain", "finish what runs, take nothing new, and exit; the same as SIGTERM")
+    drain.add_argument("--wait", action="store_true", help="return when the daemon is gone")
+    add("flush-cache", "forget all cached prefixes that no request uses")
+    return parser
+
+
+def _arguments(options: argparse.Namespace) -> dict[str, Any]:
+    match options.verb:
+        case "set":
+            return {"key": options.key, "value": options.value}
+        case "abort":
+            return {"id": options.id}
+    return {}
+
+
+def _control_path(flag: str) -> Path:
+    if given := flag or os.environ.get("TROUTERD_CONTROL", ""):
+        return Path(given)
+    # Only here: most calls come with a path, and need no configuration.
+    from trouterd.settings import DEFAULT_FILE, ConfigError, load
+
+    if not Path(DEFAULT_FILE).is_file():
+        raise NoDaemonError(
+            f"which daemon? Give --control PATH, set TROUTERD_CONTROL, or run this in a folder with a {DEFAULT_FILE}"
+        )
+    try:
+        return Path(load(Path(DEFAULT_FILE), os.environ, check=False).server.control)
+    except ConfigError as error:
+        raise NoDaemonError(str(error)) from error
+
+
+def _connect(path: Path) -> socket.socket:
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    link.settimeout(ANSWER_TIMEOUT)
+    try:
+        link.connect(str(path))
+    except OSError as error:
+        link.close()
+        raise NoDaemonError(f"no daemon on {path}: {error.strerror or error}") from error
+    return link
+
+
+def _ask(link: socket.socket, verb: str, args: dict[str, Any]) -> Reply:
+    link.sendall(pack_frame(Call(id=1, verb=verb, args=args)))
+    reply = receive_frame(link)
+    if not isinstance(reply, Reply):
+        raise ControlError("it closed the connection" if reply is None else f"it sent {type(reply).__name__}")
+    return reply
+
+
+def _complain(message: str, code: int) -> int:
+    sys.stderr.write(f"trouterctl: {message}\n")
+    return code
+
+
+def _status_lines(status: Mapping[str, Any]) -> Iterable[str]:
+    yield f"trouterd {status['version']}: {status['state']}, up {status['uptime_seconds']:.0f} s"
+    yield f"listening on {' and '.join(status['addresses']) or 'nothing'}"
+    yield ""
+    head = ("PROCESS", "STATE", "PID", "EPOCH", "RESTARTS", "UPTIME", "MEMORY", "STEPS")
+    yield from _table(
+        head,
+        [
+            (
+                process["name"],
+                process["state"],
+                process["pid"],
+                process["epoch"],
+                process["restarts"],
+                f"{process['uptime_seconds']:.0f} s",
+                f"{process['rss_bytes'] / (1 << 20):.0f} MiB",
+                process["steps"],
+            )
+            for process in status["processes"]
+        ],
+    )
+    yield ""
+    yield from _table(
+        ("RING", "FILL", "SPILLED", "SENT", "FULL"),
+        [
+            (
+                f"{ring['from']}>{ring['to']}",
+                f"{ring['fill_bytes']} B",
+                ring["spill_records"],
+                ring["sent"],
+                ring["full_events"],
+            )
+            for ring in status["rings"]
+        ],
+    )
+    for name, report in ({"api": status["api"]} | status["workers"]).items():
+        facts = {key: value for key, value in report.items() if isinstance(value, int | float | str)}
+        yield ""
+        yield f"{name}: " + ", ".join(f"{key} {value}" for key, value in facts.items())
+
+
+def _models_lines(answer: Mapping[str, Any]) -> Iterable[str]:
+    head = ("MODEL", "STATE", "DEVICE", "CONTEXT", "KV TOKENS", "PATH")
+    columns = ("name", "state", "device", "context", "kv_tokens", "path")
+    yield from _table(head, [[model.get(column, "") for column in columns] for model in answer["models"]])
+    yield ""
+    rows = [
+        (
+            route["name"],
+            " > ".join(route["models"]),
+            route["algorithm"],
+            ", ".join(f"{key}={value}" for key, value in route["params"].items()),
+        )
+        for route in answer["routes"]
+    ]
+    yield from _table(("ROUTE", "MODELS", "ALGORITHM", "PARAMETERS"), rows)
+
+
+def _requests_lines(answer: Mapping[str, Any]) -> Iterable[str]:
+    for title, rows in ({"api": answer["requests"]} | answer["workers"]).items():
+        if isinstance(rows, Mapping):
+            yield f"{title}: {rows['error']}"
+        elif rows:
+            yield f"{title}:"
+            yield from _table([key.upper() for key in rows[0]], [list(row.values()) for row in rows])
+        else:
+            yield f"{title}: no request"
+
+
+def _set_lines(answer: Mapping[str, Any]) -> Iterable[str]:
+    old = "unset" if answer["old"] is None else answer["old"]
+    yield f"{answer['key']}: {old} -> {answer['new']}"
+    if answer["pending"]:
+        yield f"not answered yet by {', '.join(answer['pending'])}"
+
+
+def _abort_lines(answer: Mapping[str, Any]) -> Iterable[str]:
+    yield f"aborted {answer['aborted']}"
+
+
+def _drain_lines(answer: Mapping[str, Any]) -> Iterable[str]:
+    yield f"draining for at most {answer['drain_timeout']:g} s"
+
+
+def _flush_lines(answer: Mapping[str, Any]) -> Iterable[str]:
+    for name, pages in answer.items():
+        yield f"{name}: {pages['error'] if isinstance(pages, Mapping) else f'{pages} pages freed'}"
+
+
+_PRINTERS: dict[str, Callable[[Any], Iterable[str]]] = {
+    "status": _status_lines,
+    "models": _models_lines,
+    "requests": _requests_lines,
+    "set": _set_lines,
+    "abort": _abort_lines,
+    "drain": _drain_lines,
+    "flush-cache": _flush_lines,
+}
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterable[str]:
+    """Columns as wide as their widest cell."""
+    cells = [list(map(_cell, row)) for row in [head, *rows]]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

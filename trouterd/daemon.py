@@ -1,0 +1,82 @@
+"""A daemon as a child process of a script: started, waited for until it is ready, drained at the end."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from trouterd.interpreter import environment, module_command
+
+READY_TIMEOUT = 120.0
+"""Seconds that a daemon gets to load its models."""
+_POLL = 0.1
+"""Seconds between two looks at whether the process is still there while it starts."""
+
+
+class DaemonError(Exception):
+    """The daemon did not become ready; it has said why on standard error."""
+
+
+class Daemon:
+    """`with Daemon(["-c", "trouterd.toml"]) as daemon:` runs `trouterd serve` with these arguments.
+
+    Readiness is learned from the daemon's own notification, so nothing is polled over HTTP.
+    """
+
+    def __init__(self, arguments: list[str], *, ready_timeout: float = READY_TIMEOUT) -> None:
+        self._arguments = arguments
+        self._ready_timeout = ready_timeout
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        """
+        Raises:
+            DaemonError: it exited, or was not ready in time.
+        """
+        with tempfile.TemporaryDirectory(prefix="trouterd-") as folder:
+            address = str(Path(folder) / "notify")
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
+                notify.bind(address)
+                notify.settimeout(_POLL)
+                self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                    module_command("trouterd.cli", "serve", *self._arguments),
+                    env=environment(NOTIFY_SOCKET=address),
+                    process_group=0,  # a terminal's Ctrl-C reaches the script, which drains us
+                )
+                self._wait_ready(self._process, notify)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the supervisor; 0 when it is not running."""
+        return self._process.pid if self._process else 0
+
+    def stop(self) -> int:
+        """Drain and wait; returns the exit code. A second call returns it again."""
+        if self._process is None:
+            return 0
+        if self._process.poll() is None:
+            self._process.terminate()
+        return self._process.wait()
+
+    def _wait_ready(self, process: subprocess.Popen[bytes], notify: socket.socket) -> None:
+        deadline = time.monotonic() + self._ready_timeout
+        while process.poll() is None:
+            try:
+                if b"READY=1" in notify.recv(4096).split(b"\n"):
+                    return
+            except TimeoutError:
+                if time.monotonic() > deadline:
+                    self.stop()
+                    raise DaemonError(f"the daemon was not ready within {self._ready_timeout:g} s") from None
+        raise DaemonError(f"the daemon exited with code {process.returncode} before it was ready")
