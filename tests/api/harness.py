@@ -273,7 +273,7 @@ async def serve(
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     socket = folder / "api.sock"
-    await web.UnixSite(runner, str(socket)).start()
+    await web.UnixSite(runner, str(socket), backlog=1024).start()
     connector = aiohttp.UnixConnector(path=str(socket), limit=0)
     try:
         async with aiohttp.ClientSession(connector=connector) as session:

@@ -69,8 +69,10 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     request[STARTED] = time.monotonic()
     try:
         return await handler(request)
-    except ConnectionError:  # the client is gone: nobody to tell
-        raise
+    except ConnectionError:
+        if request.transport is not None and not request.transport.is_closing():
+            raise
+        return web.Response(status=499)  # the client is gone: nobody to tell, and nothing to log
     except RequestError as error:
         return await _answer(request, error)
     except web.HTTPException as error:

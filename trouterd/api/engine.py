@@ -53,7 +53,7 @@ class EngineClient:
 
     def configure(self, config: Config) -> None:
         """Take over the live settings of a changed configuration."""
-        self._max_active = config.server.max_active_requests
+        self.max_active = config.server.max_active_requests
         self._keepalive = config.server.keepalive_interval
 
     @property
@@ -114,11 +114,11 @@ class EngineClient:
         fault = self.workers.fault(served.models if served.needs_peers else served.models[:1])
         if fault:
             raise _unavailable(fault, code="worker_unavailable")
-        if self.active + count > self._max_active:
+        if self.active + count > self.max_active:
             raise RequestError(
                 429,
                 "overloaded",
-                f"{self.active} of at most {self._max_active} requests are active; retry later",
+                f"{self.active} of at most {self.max_active} requests are active; retry later",
                 retry_after=RETRY_AFTER,
             )
 

@@ -94,6 +94,10 @@ async def plan_for(
         packed = pack_ids(prompt)
         samplings = sampling_for(fields, len(prompt), context, served.tokenizer.vocab_size, prompt_param)
         jobs += [Job(packed, len(prompt), sampling) for sampling in samplings]
+    most = services.engine.max_active
+    if len(jobs) > most:
+        param = "n" if fields.n and fields.n > 1 else prompt_param
+        raise invalid(f"{len(jobs)} choices are more than the {most} requests that may be active", param)
     stops = stop_strings(fields)
     options = fields.stream_options
     header_given = is_sane_id(request.headers.get("X-Request-Id"))

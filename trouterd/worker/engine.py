@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from models.config import ModelConfig, ModelError
-from models.tokenizer import eos_ids, vocabulary_size
-from models.torch_runner import TorchRunner
 
 from models.batch import ModelRunner
+from models.config import ModelConfig, ModelError
 from models.kv_cache import KvCache
 from models.script import ScriptRunner
+from models.tokenizer import eos_ids, vocabulary_size
+from models.torch_runner import TorchRunner
 from trouterd.config import Config, Model
 
 log = logging.getLogger(__name__)

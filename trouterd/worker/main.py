@@ -12,10 +12,10 @@ import time
 from typing import Any
 
 import msgspec
-from models.config import ModelError
 
 from algorithms.registry import AlgorithmError
 from ipc.messages import Message, Submit
+from models.config import ModelError
 from models.script import ScriptError
 from trouterd.child import Control, Refused
 from trouterd.config import Config
