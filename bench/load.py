@@ -21,17 +21,11 @@ END = b"data: [DONE]\n\n"
 
 
 class Stream(asyncio.Protocol):
-    """One connection; `ask` sends a request and waits for the end of its stream."""
+    """The receiving end of one connection; `ask` sends a request and waits for the end of its stream."""
 
     def __init__(self) -> None:
         self._tail = b""
         self._done: asyncio.Future[bytes] | None = None
-        self.transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
 
     def data_received(self, data: bytes) -> None:
         """Keep the end of what has come: the usage is in the last event before [DONE]."""
@@ -44,7 +38,7 @@ class Stream(asyncio.Protocol):
         if self._done is not None and not self._done.done():
             self._done.set_exception(exc or ConnectionResetError("the daemon closed the connection"))
 
-    async def ask(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def ask(self, transport: asyncio.Transport, body: dict[str, Any]) -> dict[str, Any]:
         """Send one streaming completion; returns its usage.
 
         Raises:
@@ -57,8 +51,7 @@ class Stream(asyncio.Protocol):
         )
         self._tail = b""
         self._done = asyncio.get_running_loop().create_future()
-        assert self.transport is not None
-        self.transport.write(head.encode() + payload)
+        transport.write(head.encode() + payload)
         tail = await self._done
         for event in reversed(tail.split(b"\n\n")):
             _, found, data = event.partition(b"data: ")
@@ -70,10 +63,9 @@ class Stream(asyncio.Protocol):
 
 async def stream(socket: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Run requests one after another on one connection; returns their usages."""
-    _, protocol = await asyncio.get_running_loop().create_unix_connection(Stream, socket)
-    usages = [await protocol.ask(body) for body in bodies]
-    assert protocol.transport is not None
-    protocol.transport.close()
+    transport, protocol = await asyncio.get_running_loop().create_unix_connection(Stream, socket)
+    usages = [await protocol.ask(transport, body) for body in bodies]
+    transport.close()
     return usages
 
 

@@ -66,7 +66,7 @@ async def measure(daemon: Daemon, model: str, streams: int, tokens: int) -> dict
     result = await generate(daemon, model, streams, tokens)
     after = await daemon.cpu_seconds()
     count = result["tokens"]
-    latency = {w["model"]: w["handoff_us"] for w in (await daemon.ctl("status"))["workers"]}
+    latency = {name: w["handoff_us"] for name, w in (await daemon.ctl("status"))["workers"].items()}
     return {
         "tokens_per_second": count / result["seconds"],
         "cpu_us_per_token": {name: (after[name] - before[name]) / count * 1e6 for name in before},

@@ -28,7 +28,7 @@ class NoDaemonError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `trouterctl`; returns the exit code."""
-    options = _parser().parse_args(argv)
+    options = _parser().parse_args(argv, argparse.Namespace(control="", json=False))
     try:
         with _connect(_control_path(options.control)) as link:
             reply = _ask(link, options.verb, _arguments(options))
@@ -63,7 +63,6 @@ def _parser() -> argparse.ArgumentParser:
         parents=[shared],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(control="", json=False)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
 
     def add(verb: str, text: str) -> argparse.ArgumentParser:

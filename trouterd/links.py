@@ -90,16 +90,6 @@ class Links:
             self._break(str(error))
             return False
 
-    def stats(self) -> dict[str, dict[str, int]]:
-        """Counters, fill and spill of every ring of this process, by 'from>to' with this process as '.'."""
-        rings = {f"{peer}>.": i.segment.stats() | i.consumer.stats() for peer, i in self._in.items()}
-        for peer, outbound in self._out.items():
-            records, size = outbound.outbox.depth
-            rings[f".>{peer}"] = (
-                outbound.segment.stats() | outbound.producer.stats() | {"spilled": records, "spilled_bytes": size}
-            )
-        return rings
-
     def describe(self, peer: str) -> str:
         """One line on the ring to a process, for a log entry about a peer that does not read."""
         outbound = self._out[peer]

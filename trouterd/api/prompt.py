@@ -108,9 +108,7 @@ async def chat_prompt(tokenizer: Tokenizer, messages: Sequence[ChatMessage], fie
     """
     turns, kwargs = template_messages(messages), _template_kwargs(fields)
     try:
-        return await _run(
-            sum(len(turn["content"]) for turn in turns), lambda: tokenizer.apply_chat_template(turns, **kwargs)
-        )
+        return await _run(sum(len(turn["content"]) for turn in turns), lambda: tokenizer.encode_chat(turns, **kwargs))
     except (jinja2.TemplateError, ValueError, TypeError) as error:
         raise RequestError(
             400, "invalid_messages", f"the chat template refused the messages: {error}", param="messages"

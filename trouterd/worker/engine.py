@@ -12,7 +12,7 @@ from models.batch import ModelRunner
 from models.config import ModelConfig, ModelError
 from models.kv_cache import KvCache
 from models.script import ScriptRunner
-from models.tokenizer import eos_ids, vocabulary_size
+from models.tokenizer import Tokenizer, vocabulary_size
 from models.torch_runner import TorchRunner
 from trouterd.config import Config, Model
 
@@ -71,19 +71,12 @@ def end_ids(config: Config) -> dict[str, frozenset[int]]:
     Raises:
         ModelError: a tokenizer or configuration file that cannot be read.
     """
-    return {
-        name: frozenset(eos_ids(_model_folder(model), tokenizer_folder(model))) for name, model in config.models.items()
-    }
+    return {name: Tokenizer.load(tokenizer_folder(model)).eos_ids for name, model in config.models.items()}
 
 
 def tokenizer_folder(model: Model) -> Path:
     """Where a model's tokenizer lies."""
     return Path(model.tokenizer or model.path)
-
-
-def _model_folder(model: Model) -> Path:
-    """A script has no configuration files of its own: its tokenizer's stand in."""
-    return tokenizer_folder(model) if model.format == "script" else Path(model.path)
 
 
 def _context(name: str, model: Model, longest: int) -> int:

@@ -137,7 +137,6 @@ class WorkerProcess:
             "loop_lag_seconds": self.lag,
             "handoff_us": worker.stats.handoff_us(),
             **worker.gauges(),
-            "rings": self.links.stats(),
         }
 
     async def _requests(self, args: dict[str, Any]) -> list[dict[str, Any]]:
