@@ -1,0 +1,301 @@
+"""The whole daemon in its processes: deaths, stalls, draining, live settings, clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.daemon.instance import Instance, complete, expected, gone, launch, scripts, serving, shared_segments, stream
+
+pytestmark = pytest.mark.timeout(120)
+
+
+async def test_answers_and_usage(tmp_path: Path) -> None:
+    async with serving(tmp_path, scripts(tmp_path)) as daemon, daemon.session() as session:
+        status, body = await complete(session, max_tokens=12)
+        assert status == 200
+        assert body["choices"][0]["text"] == expected(12) == "abcDefgHijkL"
+        assert body["usage"]["completion_tokens"] == 12
+        assert body["usage"]["route"]["tokens"] == {"small": 9, "large": 3}
+        assert body["usage"]["route"]["handoffs"] == 5
+        seen = await stream(session, max_tokens=12)
+        assert (seen.text, seen.finish, seen.done) == (expected(12), "length", True)
+        assert seen.usage is not None
+        assert seen.usage["route"]["tokens"] == {"small": 9, "large": 3}
+        await daemon.idle()
+        assert await daemon.stop() == 0
+    assert not shared_segments()
+
+
+async def test_dead_worker_is_named_and_comes_back(tmp_path: Path) -> None:
+    """C-27a: liveness stays, readiness names the dead one within a second; then it is restarted."""
+    async with serving(tmp_path, scripts(tmp_path)) as daemon, daemon.session() as session:
+        pids = await daemon.pids()
+        os.kill(pids["large"], signal.SIGKILL)
+        killed = time.monotonic()
+        while True:
+            async with session.get("/ready") as answer:
+                if answer.status == 503:
+                    assert "large" in await answer.text()
+                    break
+            assert time.monotonic() - killed < 1, "/ready did not notice within 1 s"
+            await asyncio.sleep(0.01)
+        async with session.get("/health") as answer:
+            assert answer.status == 200
+        # The route falls back to its entry, a model of its own is refused by name.
+        status, body = await complete(session, "demo")
+        assert status == 200
+        status, body = await complete(session, "large")
+        if status == 503:
+            assert "large" in body["error"]["message"]
+        await daemon.ready()
+        status, body = await complete(session, max_tokens=12)
+        assert body["choices"][0]["text"] == expected(12)
+        again = await daemon.pids()
+        assert again["large"] != pids["large"]
+        assert again["small"] == pids["small"]
+        await daemon.idle()
+
+
+async def test_dead_peer_in_the_middle_of_streams(tmp_path: Path) -> None:
+    async with serving(tmp_path, scripts(tmp_path, delay_ms=2)) as daemon, daemon.session() as session:
+        tasks = [asyncio.create_task(stream(session, "demo" if i % 2 else "strict", max_tokens=200)) for i in range(16)]
+        status = {}
+        while not status.get("small", {}).get("requests_active"):
+            status = (await daemon.ctl("status"))["workers"]
+        os.kill((await daemon.pids())["large"], signal.SIGKILL)
+        answers = await asyncio.gather(*tasks)
+        for i, seen in enumerate(answers):
+            assert seen.done or seen.error
+            if i % 2:
+                assert (seen.finish, len(seen.text)) == ("length", 200)
+                assert seen.text.lower() == expected(200).lower()
+            else:
+                assert seen.error is not None or seen.finish == "length"
+        assert any(a.error for a in answers)
+        await daemon.ready()
+        await daemon.idle()
+
+
+async def test_dead_entry_ends_its_streams_with_an_error_frame(tmp_path: Path) -> None:
+    async with serving(tmp_path, scripts(tmp_path, delay_ms=2)) as daemon, daemon.session() as session:
+        tasks = [asyncio.create_task(stream(session, max_tokens=2000)) for _ in range(8)]
+        while (await daemon.ctl("status"))["workers"]["small"]["requests_active"] < 8:
+            await asyncio.sleep(0.05)
+        os.kill((await daemon.pids())["small"], signal.SIGKILL)
+        for seen in await asyncio.gather(*tasks):
+            assert seen.error is not None
+            assert "small" in seen.error["message"]
+        await daemon.ready()
+        status, body = await complete(session, max_tokens=12)
+        assert (status, body["choices"][0]["text"]) == (200, expected(12))
+        await daemon.idle()
+
+
+async def test_dead_api_comes_back_on_the_same_socket(tmp_path: Path) -> None:
+    async with serving(tmp_path, scripts(tmp_path, delay_ms=2)) as daemon:
+        async with daemon.session() as session:
+            lost = asyncio.create_task(stream(session, max_tokens=2000))
+            while not (await daemon.ctl("status"))["workers"]["small"]["requests_active"]:
+                await asyncio.sleep(0.02)
+            pids = await daemon.pids()
+            os.kill(pids["api"], signal.SIGKILL)
+            with pytest.raises(aiohttp.ClientError):
+                await lost
+        # The listening socket never closed: a request that comes now waits for the new api.
+        async with daemon.session() as session, session.get("/health") as answer:
+            assert answer.status == 200
+        await daemon.ready()
+        async with daemon.session() as session:
+            status, body = await complete(session, max_tokens=12)
+            assert (status, body["choices"][0]["text"]) == (200, expected(12))
+        again = await daemon.pids()
+        assert (again["small"], again["large"]) == (pids["small"], pids["large"])
+        await daemon.idle()
+
+
+async def test_children_die_with_the_supervisor_and_the_socket_is_free(tmp_path: Path) -> None:
+    """C-28: also a worker that sits in a blocking call of 1 s."""
+    before = shared_segments()
+    config = scripts(tmp_path, delay_ms=1000)
+    async with serving(tmp_path, config) as daemon, daemon.session() as session:
+        request = asyncio.create_task(complete(session))
+        while not (await daemon.ctl("status"))["workers"]["small"]["requests_active"]:
+            await asyncio.sleep(0.05)
+        pids = list((await daemon.pids()).values())
+        daemon.process.kill()
+        assert await gone(pids, 2.0)
+        with pytest.raises(aiohttp.ClientError):
+            await request
+        await daemon.process.wait()
+    assert shared_segments() == before
+    async with serving(tmp_path, scripts(tmp_path)) as daemon, daemon.session() as session:
+        status, body = await complete(session, max_tokens=12)
+        assert (status, body["choices"][0]["text"]) == (200, expected(12))
+
+
+async def test_stopped_peer_is_bypassed_and_named(tmp_path: Path) -> None:
+    """C-30: the entry's I/O goes on, a line names ring, fill, pid and state, late messages are dropped."""
+    config = scripts(tmp_path, supervision="heartbeat_interval = 0.1\npeer_stall = 0.5")
+    async with serving(tmp_path, config) as daemon, daemon.session() as session:
+        pid = (await daemon.pids())["large"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            answers = await asyncio.gather(*(complete(session, "demo", max_tokens=12) for _ in range(10)))
+            for status, body in answers:
+                assert status == 200
+                assert body["choices"][0]["text"].lower() == expected(12).lower()
+            line = await daemon.logged("large", str(pid), "ring to large", "spilled")
+            assert "state T" in line
+            async with session.get("/ready") as answer:
+                assert answer.status == 503
+            status, body = await complete(session, "strict", max_tokens=12)
+            assert status == 503 or body["choices"][0]["finish_reason"] == "error"
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await daemon.ready()
+        status, body = await complete(session, max_tokens=12)
+        assert (status, body["choices"][0]["text"]) == (200, expected(12))
+        workers = await daemon.idle()
+        assert workers["small"]["requests_active"] == 0
+
+
+async def test_drain_lets_streams_end(tmp_path: Path) -> None:
+    """C-32, first signal."""
+    async with serving(tmp_path, scripts(tmp_path, delay_ms=5)) as daemon, daemon.session() as session:
+        streams = [asyncio.create_task(stream(session, max_tokens=100)) for _ in range(2)]
+        while (await daemon.ctl("status"))["workers"]["small"]["requests_active"] < 2:
+            await asyncio.sleep(0.02)
+        daemon.process.send_signal(signal.SIGTERM)
+        await daemon.logged("drain")
+        try:
+            status, body = await complete(session)
+            assert status == 503
+            assert body["error"]["code"] == "draining"
+        except aiohttp.ClientConnectionError:
+            pass
+        for seen in await asyncio.gather(*streams):
+            assert (seen.finish, seen.done, len(seen.text)) == ("length", True, 100)
+        assert await daemon.process.wait() == 0
+
+
+async def test_second_signal_forces(tmp_path: Path) -> None:
+    """C-32, second signal: an error frame, and the end."""
+    async with serving(tmp_path, scripts(tmp_path, delay_ms=5)) as daemon, daemon.session() as session:
+        streams = [asyncio.create_task(stream(session, max_tokens=4000)) for _ in range(2)]
+        while (await daemon.ctl("status"))["workers"]["small"]["requests_active"] < 2:
+            await asyncio.sleep(0.02)
+        daemon.process.send_signal(signal.SIGTERM)
+        await daemon.logged("drain")
+        daemon.process.send_signal(signal.SIGTERM)
+        for seen in await asyncio.gather(*streams):
+            assert seen.error is not None
+        async with asyncio.timeout(5):
+            await daemon.process.wait()
+        assert not shared_segments()
+
+
+async def test_live_threshold_during_streams(tmp_path: Path) -> None:
+    """R-9: applied at a step boundary, refused values change nothing, nothing is dropped."""
+    async with serving(tmp_path, scripts(tmp_path, delay_ms=3)) as daemon, daemon.session() as session:
+        tasks = [asyncio.create_task(stream(session, max_tokens=300)) for _ in range(50)]
+        while (await daemon.ctl("status"))["workers"]["small"]["requests_active"] < 50:
+            await asyncio.sleep(0.05)
+        assert (await daemon.ctl("set", "routes.demo.params.n", "2"))["new"] == 2
+        for seen in await asyncio.gather(*tasks):
+            assert (seen.finish, len(seen.text)) == ("length", 300)
+            assert seen.text.lower() == expected(300).lower()
+            assert seen.text.endswith(expected(300, n=2)[-20:])
+        with pytest.raises(AssertionError, match="n"):
+            await daemon.ctl("set", "routes.demo.params.n", "0")
+        _, body = await complete(session, max_tokens=12)
+        assert body["choices"][0]["text"] == expected(12, n=2)
+        assert any("routes.demo.params.n" in line and "4" in line and "2" in line for line in daemon.lines)
+        await daemon.idle()
+
+
+@pytest.mark.parametrize("rounds", [10, pytest.param(200, marks=pytest.mark.slow)])
+async def test_clients_that_go_away(tmp_path: Path, rounds: int) -> None:
+    """C-19: nothing is left of them on either side."""
+    async with serving(tmp_path, scripts(tmp_path, delay_ms=2)) as daemon, daemon.session() as session:
+        for number in range(rounds):
+            await stream(session, max_tokens=4000, stop_after=number % 7)
+        await daemon.idle()
+        async with session.get("/metrics") as answer:
+            text = await answer.text()
+        line = next(x for x in text.splitlines() if x.startswith("trouterd_request_success_total") and "abort" in x)
+        assert float(line.split()[-1]) == rounds
+
+
+async def storm(daemon: Instance, streams: int, kills: int, seed: int) -> None:
+    """Concurrent streams with random aborts while workers are killed."""
+    dice = random.Random(seed)
+    outcomes = {"finished": 0, "error": 0, "left": 0}
+
+    async def client(session: aiohttp.ClientSession) -> None:
+        for _ in range(4):
+            leave = dice.randrange(1, 40) if dice.random() < 0.3 else None
+            count = dice.randrange(1, 120)
+            seen = await stream(
+                session, dice.choice(["demo", "strict", "small", "large"]), max_tokens=count, stop_after=leave
+            )
+            if seen.error is not None:
+                outcomes["error"] += 1
+                await asyncio.sleep(dice.random() * 0.3)
+            elif seen.finish:
+                assert len(seen.text) == count
+                assert seen.text.lower() == expected(count).lower()
+                outcomes["finished"] += 1
+            else:
+                assert leave is not None, "a stream without finish and without error"
+                outcomes["left"] += 1
+
+    async def killer() -> None:
+        for _ in range(kills):
+            await asyncio.sleep(0.5 + dice.random())
+            os.kill((await daemon.pids())[dice.choice(["small", "large"])], signal.SIGKILL)
+            await daemon.ready()
+
+    # The server closes a connection after an error frame, which a client that reuses it would find out too late.
+    async with daemon.session(force_close=True) as session:
+        await asyncio.gather(killer(), *(client(session) for _ in range(streams)))
+    assert outcomes["finished"] > 0
+    await daemon.ready()
+    await daemon.idle()
+
+
+@pytest.mark.parametrize(
+    ("streams", "kills"), [(64, 1), pytest.param(64, 20, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+)
+async def test_storm(tmp_path: Path, streams: int, kills: int) -> None:
+    async with serving(tmp_path, scripts(tmp_path, delay_ms=2, supervision="restart_backoff = 0.1")) as daemon:
+        await storm(daemon, streams, kills, seed=streams + kills)
+
+
+@pytest.mark.parametrize("streams", [128, pytest.param(512, marks=pytest.mark.slow)])
+async def test_no_false_disconnects(tmp_path: Path, streams: int) -> None:
+    """C-20."""
+    config = scripts(tmp_path, delay_ms=1, server="max_active_requests = 600")
+    async with serving(tmp_path, config) as daemon, daemon.session() as session:
+        answers = await asyncio.gather(*(stream(session, max_tokens=20) for _ in range(streams)))
+        assert all((a.finish, a.text, a.done) == ("length", expected(20), True) for a in answers)
+        await daemon.idle()
+
+
+async def test_socket_that_is_in_use(tmp_path: Path) -> None:
+    async with serving(tmp_path, scripts(tmp_path)) as daemon:
+        second = await launch(tmp_path, scripts(tmp_path))
+        _, errors = await second.process.communicate()
+        assert second.process.returncode not in (0, None)
+        line = errors.decode().strip().splitlines()[-1]
+        assert str(daemon.socket) in line or str(daemon.control) in line
+        async with daemon.session() as session:
+            status, _ = await complete(session)
+            assert status == 200
