@@ -17,7 +17,7 @@ from models.batch import Batch, IntArray
 from models.linear import plan_batched
 
 _BLOCK_TOKENS = 128
-_GROUP_ELEMENTS = 1 << 20
+_GROUP_ELEMENTS = 1 << 19
 """Upper bound of the keys (or scores) that one group of tiles holds at a time, so that they stay in cache."""
 _TILE_ROWS = (4, 16, 64)
 """Wanted sizes of query tiles, the heads of a group counted as rows: decode, short extend, prefill."""
@@ -108,8 +108,8 @@ class PagedAttention:
         """Where the batch's rows are written and read; shared by all layers of the step."""
         pages = batch.page_table[batch.slots, batch.positions // self.page_size].astype(np.int64)
         places = pages * self.page_size + batch.positions % self.page_size
-        heads = np.arange(self.kv_heads)[:, None] * (self._num_pages * self.page_size)
-        return AttentionStep(self, len(batch), self._tensor(heads + places), list(self._cut(batch)))
+        heads = np.arange(self.kv_heads) * (self._num_pages * self.page_size)
+        return AttentionStep(self, len(batch), self._tensor(places[:, None] + heads), list(self._cut(batch)))
 
     def _cut(self, batch: Batch) -> Iterator[_Tiles]:
         """Tiles of every size, in groups of bounded cost, longest first."""
@@ -162,10 +162,9 @@ class PagedAttention:
         return torch.from_numpy(values.ravel()).to(self.device)
 
     def write(self, layer: int, places: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k and v [T, kv_heads, head_dim] at each head's pool places [kv_heads * T]."""
+        """Store k and v [T, kv_heads, head_dim] at each head's pool places [T * kv_heads]."""
         for pool, rows in ((self._keys[layer], k), (self._values[layer], v)):
-            values = rows.transpose(0, 1).reshape(-1, self.head_dim)
-            pool.view(-1, self.head_dim).index_copy_(0, places, values.to(pool.dtype))
+            pool.view(-1, self.head_dim).index_copy_(0, places, rows.reshape(-1, self.head_dim))
 
     def attend(self, layer: int, tiles: _Tiles, q: torch.Tensor) -> torch.Tensor:
         """Attention of a group of tiles over scaled float32 q [T, heads * head_dim]; [n * Q, heads * head_dim]."""

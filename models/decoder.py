@@ -75,14 +75,14 @@ class Decoder:
         """[T, hidden] after the last layer, before the final norm; T is a padded row count of `plan`."""
         config, eps = self.config, self.config.rms_norm_eps
         rotated = config.q_size + config.kv_size
-        rotation = self._rotations[positions]
+        cos, sin = self._rotations[positions].unbind(1)
         x = self.embedding[tokens]
         for index, layer in enumerate(self._layers):
             qkv = linear(rms_norm(x, layer.input_norm, eps), layer.qkv, self.plan, layer.qkv_bias)
             qk = qkv[:, :rotated].view(len(x), -1, config.head_dim)
             if layer.qk_norm is not None:
                 qk = rms_norm(qk, layer.qk_norm, eps)
-            qk = rotate(qk, rotation)
+            qk = rotate(qk, cos, sin)
             v = qkv[:, rotated:].view(len(x), -1, config.head_dim)
             attended = attend(index, qk[:, : config.num_heads], qk[:, config.num_heads :], v)
             x = x + linear(attended, layer.o, self.plan, layer.o_bias)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 
-_COUNTS = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_COUNTS = (4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256)
 _COUNTS_LARGE = _COUNTS[:6]
 _LARGE = 1 << 24
 """Elements of a weight from which on the start-up check would take seconds with the longer list."""

@@ -38,19 +38,18 @@ def attention_factor(rope: RopeConfig) -> float:
 
 
 def rotary_table(rope: RopeConfig, head_dim: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """[length, 2, head_dim] cos and sin of every position, each half repeated, in `dtype`."""
+    """[length, 2, 1, head_dim] cos and sin of every position, each half repeated, in `dtype`."""
     angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse_frequencies(rope, head_dim)
     angles = torch.cat((angles, angles), dim=-1)
     table = torch.stack((angles.cos(), angles.sin()), dim=1) * attention_factor(rope)
     # The sign of rotate_half's first half, folded into sin once here instead of into x at every step.
     table[:, 1, : head_dim // 2].neg_()
-    return table.to(dtype)
+    return table.to(dtype)[:, :, None]
 
 
-def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, head_dim] turned by the `rotary_table` rows [T, 2, head_dim] of its positions."""
-    swapped = x.roll(x.shape[-1] // 2, dims=-1)
-    return x * table[:, 0, None] + swapped * table[:, 1, None]
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, head_dim] turned by its positions' `rotary_table` rows, cos and sin [T, 1, head_dim]."""
+    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
 
 def _llama3(inverse: torch.Tensor, rope: RopeConfig) -> torch.Tensor:

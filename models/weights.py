@@ -77,7 +77,8 @@ class Checkpoint:
             tensor: torch.Tensor = self._handles[path].get_tensor(name)
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             raise ModelError(f"{path}: {name}: dtype {tensor.dtype} is not supported; use float32, float16 or bfloat16")
-        return tensor.to(device=device, dtype=dtype)
+        # A copy, aligned and independent of the mapped file, which may be replaced while the model runs.
+        return tensor.to(device=device, dtype=dtype, copy=True)
 
     def _check(self, config: ModelConfig) -> None:
         index = self._directory / (_SINGLE if (self._directory / _SINGLE).exists() else _INDEX)

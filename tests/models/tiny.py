@@ -19,6 +19,9 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from models.config import ModelConfig
+from models.weights import expected_tensors
+
 BOS, EOS = 256, 257
 VOCAB = 260
 """Rows of the embedding: two more than ByteTok has ids, as padded models do."""
@@ -131,32 +134,9 @@ def tiny_model(
     } | config
     (directory / "config.json").write_text(json.dumps(settings))
     (directory / "generation_config.json").write_text(json.dumps({"bos_token_id": BOS, "eos_token_id": eos}))
-    shapes = tensor_shapes(family, vocab, hidden, layers, heads * head_dim, kv_heads * head_dim, head_dim, ffn, tied)
+    shapes = expected_tensors(ModelConfig.load(directory))
     save_file(random_tensors(shapes, seed, dtype), directory / "model.safetensors", metadata={"format": "pt"})
     return directory
-
-
-def tensor_shapes(
-    family: str, vocab: int, hidden: int, layers: int, q: int, kv: int, head_dim: int, ffn: int, tied: bool
-) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor that a checkpoint of the family holds."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
-    if not tied:
-        shapes["lm_head.weight"] = (vocab, hidden)
-    for layer in range(layers):
-        prefix = f"model.layers.{layer}."
-        for name, rows in (("q", q), ("k", kv), ("v", kv)):
-            shapes[f"{prefix}self_attn.{name}_proj.weight"] = (rows, hidden)
-            if family == "qwen2":
-                shapes[f"{prefix}self_attn.{name}_proj.bias"] = (rows,)
-            if family == "qwen3" and name != "v":
-                shapes[f"{prefix}self_attn.{name}_norm.weight"] = (head_dim,)
-        shapes[f"{prefix}self_attn.o_proj.weight"] = (hidden, q)
-        shapes[f"{prefix}mlp.gate_proj.weight"] = shapes[f"{prefix}mlp.up_proj.weight"] = (ffn, hidden)
-        shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, ffn)
-        shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
-        shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
-    return shapes
 
 
 def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -167,7 +147,7 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int, dtype: torch.d
         noise = torch.randn(shape, generator=generator)
         if len(shape) == 1:
             noise = 0.1 * noise + (0.0 if name.endswith("bias") else 1.0)
-        elif "embed_tokens" not in name:
+        else:
             noise *= (1 if "q_proj" in name or "k_proj" in name else 3) * shape[-1] ** -0.5
         tensors[name] = noise.to(dtype)
     return tensors
