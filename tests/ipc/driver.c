@@ -3,6 +3,7 @@
  *   driver stream MESSAGES CHECKSUM START   random sizes, both ends sleep; START is the first cursor and number
  *   driver hammer SLEEPS                    single messages at random distances: as many sleeps as possible
  *   driver litmus ROUNDS                    publish against prepare_wait: rounds in which each missed the other
+ *   driver damage ROUNDS                    random bits flipped in a filled ring; lost counts the rounds that noticed
  *
  * Prints one line of key=value and exits with 1 when a message was lost, torn or out of order. */
 #define _GNU_SOURCE
@@ -199,6 +200,40 @@ static void *litmus_consumer(void *unused) {
     return unused;
 }
 
+/* The ring lies in heap memory of exactly its size, so that the address sanitizer sees any read beyond it. */
+static void damage(void) {
+    uint64_t random = 88172645463325252u, sum = 0;
+    static uint8_t payload[MAX_SIZE];
+    for (uint64_t round = 0; round < total; round++) {
+        uint8_t *copy = malloc(sizeof memory);
+        if (!copy) fail("memory", round);
+        set_up((int)(round & 1), next_random(&random));
+        while (ring_push(&producer, payload, message_size(&random), KIND) > 0) {
+        }
+        for (int flips = 0; flips < 3; flips++) {
+            uint64_t at = RING_HEADER_BYTES + next_random(&random) % CAPACITY;
+            if (flips == 0) at = RING_HEADER_BYTES + ((consumer.head + 16 * (round % 32)) & (CAPACITY - 1)) + round % 16;
+            memory[at] ^= (uint8_t)(1 << next_random(&random) % 8);
+        }
+        memcpy(copy, memory, sizeof memory);
+        if (ring_consumer_attach(&consumer, copy, -1)) fail("attach", round);
+        ring_message message;
+        int result;
+        while ((result = ring_next(&consumer, &message)) == 1) {
+            for (size_t i = 0; i < message.length; i++) sum += message.payload[i];
+            if (message.length > consumer.mem.max_message) fail("length", round);
+        }
+        ring_release(&consumer);
+        atomic_fetch_add(&lost, result < 0);
+        free(consumer.scratch);
+        consumer.scratch = NULL;
+        free(copy);
+        close(data_event);
+        close(space_event);
+    }
+    if (sum == 0) fail("sum", sum);
+}
+
 static void run(void *(*first)(void *), void *(*second)(void *)) {
     pthread_t threads[2];
     if (pthread_create(&threads[0], NULL, first, NULL) || pthread_create(&threads[1], NULL, second, NULL))
@@ -214,6 +249,7 @@ int main(int count, char **args) {
     if (!strcmp(args[1], "stream")) run(stream_producer, stream_consumer);
     else if (!strcmp(args[1], "hammer")) run(hammer_producer, hammer_consumer);
     else if (!strcmp(args[1], "litmus")) run(litmus_producer, litmus_consumer);
+    else if (!strcmp(args[1], "damage")) damage();
     else return 2;
     free(consumer.scratch);
     printf("count=%llu sleeps=%llu lost=%llu late=%llu\n", (unsigned long long)total,
