@@ -55,8 +55,13 @@ BAD_FIELDS = [
     (CHAT, chat_body(messages=[{"role": "user"}]), "messages[0].content"),
     (CHAT, chat_body(messages=[{"role": "user", "content": [{"type": "text"}]}]), "messages[0].content[0].text"),
     (CHAT, chat_body(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "messages[0].content[0].type"),
-    (CHAT, chat_body(chat_template_kwargs={"tokenize": False}), "chat_template_kwargs.tokenize"),
+    (CHAT, chat_body(chat_template_kwargs={"messages": []}), "chat_template_kwargs.messages"),
     (CHAT, chat_body(continue_final_message=True, add_generation_prompt=True), "continue_final_message"),
+    (
+        CHAT,
+        chat_body(continue_final_message=True, messages=[{"role": "user", "content": " "}]),
+        "continue_final_message",
+    ),
     # prompts
     (TEXT, {"model": "demo"}, "prompt"),
     (TEXT, text_body(prompt=[]), "prompt"),

@@ -66,6 +66,15 @@ async def test_text_parts_are_joined_and_roles_kept(tmp_path: Path, tokenizer: T
     assert bytes(tokenized["tokens"][1:]) == b"be<u>ab</u><a>c"
 
 
+async def test_final_message_is_continued(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    async with serve(tmp_path, tokenizer, HI) as api:
+        for content, kept in ((" once ", b"<u> once "), ("x", b"<u>x")):
+            messages = [{"role": "user", "content": "x"}, {"role": "user", "content": content}]
+            _, tokenized = await api.post("/tokenize", {"messages": messages, "continue_final_message": True})
+            assert bytes(tokenized["tokens"][1:]) == b"<u>x</u><a>" + kept
+
+
 async def test_long_prompts_are_tokenized_alike(tmp_path: Path, tokenizer: Tokenizer) -> None:
     text = "0123456789" * 3000
     async with serve(tmp_path, tokenizer, HI) as api:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections import deque
@@ -25,6 +26,8 @@ Send = Callable[[str, Message], bool]
 
 RETRY_AFTER = 1
 """Seconds that a refused client is told to wait."""
+FORCE_GRACE = 0.1
+"""Seconds that error frames get to reach their clients at the end."""
 _EPOCH_SHIFT = 40
 
 
@@ -47,7 +50,7 @@ class EngineClient:
         self.metrics = metrics or ApiMetrics()
         self.workers = WorkerStates(config.models)
         self.draining = False
-        self.drained = asyncio.Event()
+        self._drained = asyncio.Event()
         """Set once a drain has been asked for and no request is left."""
         self.configure(config)
 
@@ -236,19 +239,32 @@ class EngineClient:
                 self._generations.pop(generation.rid, None)
             self.fail(live, error)
 
-    def drain(self) -> None:
-        """Take no new requests; `drained` is set once the last one has been answered."""
+    async def drain(self, seconds: float | None) -> int:
+        """Take no new requests and wait for the last one to be answered.
+
+        Args:
+            seconds: what still runs after that ends with an error; None = wait as long as it takes.
+
+        Returns:
+            How many choices were cut off.
+        """
         self.draining = True
         self._check_drained()
-
-    def force(self) -> None:
-        """End every request with an error now."""
+        await self._wait_drained(seconds)
+        cut = len(self.report())
         for live in list(self._lives):
             self.fail(live, _unavailable("the daemon is shutting down", code="shutdown"))
+        await self._wait_drained(FORCE_GRACE)
+        return cut
+
+    async def _wait_drained(self, seconds: float | None) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._drained.wait()
 
     def _check_drained(self) -> None:
         if self.draining and not self._lives:
-            self.drained.set()
+            self._drained.set()
 
     def abort(self, identifier: str) -> int:
         """End the requests with this request id or worker request id; how many there were."""

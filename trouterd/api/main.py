@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import socket
@@ -12,14 +11,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from ipc.errors import MessageTooLargeError
-from ipc.messages import Message
 from models.config import ModelError
 from trouterd.api.app import build_app
 from trouterd.api.auth import KeyFileError, load_keys
 from trouterd.api.catalog import Catalog, TokenizerMismatch
-from trouterd.api.engine import EngineClient
-from trouterd.api.errors import RequestError
+from trouterd.api.engine import FORCE_GRACE, EngineClient
 from trouterd.api.loading import ParamChecks, context_lengths, load_tokenizers
 from trouterd.api.schema import FieldCensus
 from trouterd.api.services import Services
@@ -32,32 +28,8 @@ from trouterd.metrics import Family
 log = logging.getLogger("trouterd.api")
 
 BACKLOG = 1024
-FORCE_GRACE = 0.2
-"""Seconds that error frames get to reach their clients once the control link has ended."""
 METRICS_TIMEOUT = 2.0
 """Seconds that workers get to answer a scrape."""
-
-
-class Rings:
-    """The links to the workers, attached once there is an engine client to deliver to."""
-
-    def __init__(self) -> None:
-        self.links: Links | None = None
-
-    def send(self, worker: str, message: Message) -> bool:
-        """Give a message to a worker's ring.
-
-        Raises:
-            RequestError: 400, a prompt that no ring of this capacity can carry.
-        """
-        if self.links is None:
-            return False
-        try:
-            return self.links.send(worker, message)
-        except MessageTooLargeError as error:
-            raise RequestError(
-                400, "context_length_exceeded", f"the prompt is too long for the ring: {error}"
-            ) from error
 
 
 async def _worker_metrics(control: Control) -> list[Family]:
@@ -99,12 +71,10 @@ async def run(control: Control) -> int:
     except (ModelError, TokenizerMismatch, KeyFileError) as error:
         control.fatal(str(error))
         return 1
-    rings = Rings()
-    engine = EngineClient(config, rings.send, epoch=control.boot.epoch)
     boot = control.boot
+    engine = EngineClient(config, lambda worker, message: links.send(worker, message), epoch=boot.epoch)
     loop = asyncio.get_running_loop()
     links = Links(loop, boot.inbound, boot.outbound, config.rings, engine.deliver, engine.deliver)
-    rings.links = links
     services = Services(
         engine=engine,
         catalog=catalog,
@@ -136,9 +106,5 @@ async def _end(engine: EngineClient, runner: web.AppRunner, servers: list[asynci
     """Close the doors and tell clients that still wait."""
     for server in servers:
         server.close()
-    engine.drain()
-    engine.force()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(FORCE_GRACE):
-            await engine.drained.wait()
+    await engine.drain(0)
     await runner.cleanup()

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import jinja2
-
+from models.chat_template import ChatTemplateError
 from models.tokenizer import Tokenizer
 from trouterd.api.errors import RequestError, invalid, unsupported
 from trouterd.api.schema import ChatMessage, ContentPart
@@ -16,26 +15,9 @@ INLINE_CHARACTERS = 8192
 """Longer texts are tokenized in a thread, so that they do not hold up the tokens of others."""
 
 _RESERVED_KWARGS = frozenset(
-    (
-        "add_generation_prompt",
-        "bos_token",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "documents",
-        "eos_token",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    )
+    ("add_generation_prompt", "bos_token", "eos_token", "messages", "pad_token", "self", "tools", "unk_token")
 )
+"""What requests say elsewhere, or cannot say."""
 
 
 class TemplateFields(Protocol):
@@ -100,6 +82,28 @@ async def _run(size: int, work: Callable[[], list[int]]) -> list[int]:
     return work() if size <= INLINE_CHARACTERS else await asyncio.to_thread(work)
 
 
+def _open_end(text: str, final: str) -> str:
+    """The rendered conversation without whatever its template puts after the final message.
+
+    Raises:
+        RequestError: 400, there is nothing to continue, or the template changed it beyond recognition.
+    """
+    stripped = final.strip()
+    start = text.rfind(stripped) if stripped else -1
+    if start < 0:
+        raise invalid("continue_final_message: the final message has no text to continue", "continue_final_message")
+    with_spaces = final.lstrip()
+    kept = with_spaces if text.startswith(with_spaces, start) else stripped
+    return text[: start + len(kept)]
+
+
+def _encode_chat(tokenizer: Tokenizer, turns: Sequence[dict[str, Any]], kwargs: dict[str, Any]) -> list[int]:
+    text = tokenizer.apply_chat_template(turns, **kwargs)
+    if kwargs["continue_final_message"]:
+        text = _open_end(text, turns[-1]["content"])
+    return tokenizer.encode(text, add_special=False)
+
+
 async def chat_prompt(tokenizer: Tokenizer, messages: Sequence[ChatMessage], fields: TemplateFields) -> list[int]:
     """Prompt ids of a conversation. The template alone decides about BOS.
 
@@ -107,12 +111,11 @@ async def chat_prompt(tokenizer: Tokenizer, messages: Sequence[ChatMessage], fie
         RequestError: 400 when the messages or the template refuse.
     """
     turns, kwargs = template_messages(messages), _template_kwargs(fields)
+    size = sum(len(turn["content"]) for turn in turns)
     try:
-        return await _run(sum(len(turn["content"]) for turn in turns), lambda: tokenizer.encode_chat(turns, **kwargs))
-    except (jinja2.TemplateError, ValueError, TypeError) as error:
-        raise RequestError(
-            400, "invalid_messages", f"the chat template refused the messages: {error}", param="messages"
-        ) from error
+        return await _run(size, lambda: _encode_chat(tokenizer, turns, kwargs))
+    except ChatTemplateError as error:
+        raise RequestError(400, "invalid_messages", str(error), param="messages") from error
 
 
 async def text_prompt(tokenizer: Tokenizer, text: str, *, add_special: bool) -> list[int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from typing import Any
 
 import msgspec
@@ -79,11 +77,4 @@ class Verbs:
 
     async def drain(self, args: dict[str, Any]) -> dict[str, int]:
         """Take nothing new and return when all is answered; what still runs after `timeout` seconds ends with an error."""
-        engine = self._engine
-        engine.drain()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(args.get("timeout")):
-                await engine.drained.wait()
-        cut = len(engine.report())
-        engine.force()
-        return {"cut": cut}
+        return {"cut": await self._engine.drain(args.get("timeout"))}

@@ -1,0 +1,55 @@
+"""What the api reads from disk, and the range checks of `route.params` by the real algorithms."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from models.config import ModelError
+from tests.models.tiny import byte_tokenizer, tiny_qwen3
+from trouterd.api.loading import ParamChecks, context_lengths, load_tokenizers
+from trouterd.config import Config, Model, Route
+
+
+def test_contexts_and_tokenizers(tmp_path: Path) -> None:
+    directory = tiny_qwen3(tmp_path / "qwen", context=96)
+    tokenizer = byte_tokenizer(tmp_path / "tok")
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps({"vocab_size": 260, "eos": 257, "ids": [65], "context_length": 77}))
+    config = Config(
+        models={
+            "own": Model(path=str(directory)),
+            "cut": Model(path=str(directory), context_length=50),
+            "script": Model(path=str(script), format="script", tokenizer=str(tokenizer)),
+        }
+    )
+    assert context_lengths(config) == {"own": 96, "cut": 50, "script": 77}
+    tokenizers = load_tokenizers(config)
+    assert tokenizers["own"] is tokenizers["cut"]
+    assert tokenizers["script"].encode("A", add_special=False) == [65]
+
+
+@pytest.mark.parametrize("model_format", ["hf", "script"])
+def test_missing_files_are_named(tmp_path: Path, model_format: str) -> None:
+    config = Config(models={"m": Model(path=str(tmp_path / "gone"), format=model_format)})  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="gone"):
+        context_lengths(config)
+    with pytest.raises(ModelError, match="gone"):
+        load_tokenizers(config)
+
+
+async def test_param_checks() -> None:
+    config = Config(
+        models={"small": Model(path="s"), "large": Model(path="l")},
+        routes={"demo": Route(models=["small", "large"], algorithm="entropy", params={"threshold": 0.3})},
+    )
+    check = ParamChecks(config)
+    assert await check("demo", {"threshold": 0.5}) == {"threshold": 0.5}
+    with pytest.raises(ValueError, match="thresold"):
+        await check("demo", {"thresold": 0.5})
+    with pytest.raises(ValueError, match="threshold"):
+        await check("demo", {"threshold": -1.0})
+    with pytest.raises(ValueError, match="threshold"):
+        await check("small", {"threshold": 0.5})
