@@ -28,11 +28,11 @@ class NoDaemonError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `trouterctl`; returns the exit code."""
-    options = _parser().parse_args(argv, argparse.Namespace(control="", json=False))
+    options = _parser().parse_args(argv, argparse.Namespace(control="", json=False, wait=False))
     try:
         with _connect(_control_path(options.control)) as link:
             reply = _ask(link, options.verb, _arguments(options))
-            if getattr(options, "wait", False) and not reply.error:
+            if options.wait and not reply.error:
                 link.settimeout(None)
                 while receive_frame(link) is not None:
                     pass
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     abort = add("abort", "end a request")
     abort.add_argument("id", metavar="RID", help="as shown by 'requests'")
     drain = add("drain", "finish what runs, take nothing new, and exit; the same as SIGTERM")
-    drain.add_argument("--wait", action="store_true", help="return when the daemon is gone")
+    drain.add_argument("--wait", action="store_true", default=argparse.SUPPRESS, help="return when the daemon is gone")
     add("flush-cache", "forget all cached prefixes that no request uses")
     return parser
 

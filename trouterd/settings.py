@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from trouterd.config import Config, Section
+from trouterd.config import Config, Section, Server
 from trouterd.consistency import config_problems
 from trouterd.keys import (
     Key,
@@ -84,13 +84,14 @@ def load(
     problems = [problem for source in sources for problem in _tree_problems(Config, source.tree, (), source.name)]
     if problems:
         raise ConfigError(problems)
-    merged = {}
+    home = path.resolve().parent if path else Path.cwd()
+    merged = _absolute(Source("defaults", {"server": {"socket": Server().socket}}, home))
     for source in sources:
         _merge(merged, _absolute(source))
     problems = _missing(Config, merged, ())
     if problems:
         raise ConfigError(_named(path, problems))
-    config = _with_control(msgspec.convert(merged, Config), path)
+    config = _with_control(msgspec.convert(merged, Config), home)
     if check and (problems := config_problems(config)):
         raise ConfigError(_named(path, problems))
     return config
@@ -295,13 +296,10 @@ def _absolute_path(key: Key, value: str, folder: Path) -> str:
     return str(folder / Path(value).expanduser())
 
 
-def _with_control(config: Config, path: Path | None) -> Config:
+def _with_control(config: Config, home: Path) -> Config:
     """Fill in server.control: beside the API socket, or beside the configuration when there is no such socket."""
     server = config.server
     if server.control:
         return config
-    if server.socket:
-        control = str(Path(server.socket).with_suffix(".ctl"))
-    else:
-        control = str((path.resolve().parent if path else Path.cwd()) / "trouterd.ctl")
-    return msgspec.structs.replace(config, server=msgspec.structs.replace(server, control=control))
+    control = Path(server.socket).with_suffix(".ctl") if server.socket else home / "trouterd.ctl"
+    return msgspec.structs.replace(config, server=msgspec.structs.replace(server, control=str(control)))

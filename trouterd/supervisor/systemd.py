@@ -7,6 +7,8 @@ import os
 import socket
 from collections.abc import MutableMapping
 
+from trouterd.supervisor.sockets import SocketError
+
 _FIRST_FD = 3
 log = logging.getLogger("trouterd.supervisor")
 
@@ -45,6 +47,10 @@ class InheritedSockets:
     """Sockets that the service manager opened: one named `control` is trouterctl's, all others are the HTTP API's."""
 
     def __init__(self, environ: MutableMapping[str, str]) -> None:
+        """
+        Raises:
+            SocketError: an inherited descriptor is no socket.
+        """
         count = environ.pop("LISTEN_FDS", "")
         pid = environ.pop("LISTEN_PID", "")
         names = environ.pop("LISTEN_FDNAMES", "").split(":")
@@ -54,8 +60,12 @@ class InheritedSockets:
             return
         for index in range(int(count)):
             fd = _FIRST_FD + index
-            os.set_inheritable(fd, False)
+            try:
+                os.set_inheritable(fd, False)
+                inherited = socket.socket(fileno=fd)
+            except OSError as error:
+                raise SocketError(f"LISTEN_FDS: descriptor {fd} is no socket: {error.strerror}") from error
             if index < len(names) and names[index] == "control":
-                self.control = socket.socket(fileno=fd)
+                self.control = inherited
             else:
-                self.api.append(socket.socket(fileno=fd))
+                self.api.append(inherited)

@@ -1,0 +1,34 @@
+"""`python -m tests.supervisor.host CONFIG.json`: the real supervisor with toy children, in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import msgspec
+
+from trouterd import logs
+from trouterd.config import Config
+from trouterd.supervisor.supervisor import Supervisor
+
+HEAVY = ("torch", "aiohttp", "transformers", "numpy")
+ROLES = {"api": "tests.supervisor.roles", "worker": "tests.supervisor.roles"}
+
+
+def main(path: Path) -> int:
+    def read() -> Config:
+        return msgspec.json.decode(path.read_bytes(), type=Config)
+
+    async def run() -> int:
+        return await Supervisor(read(), modules=ROLES, reload=read).run()
+
+    logs.setup("supervisor", "info", "text")
+    code = asyncio.run(run())
+    found = [name for name in HEAVY if name in sys.modules]
+    sys.stderr.write(f"heavy modules: {', '.join(found) or 'none'}\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,96 @@
+"""Drain, force, timeout: what happens to answers that run when the daemon is told to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.supervisor.conftest import Start
+from tests.supervisor.daemon import Daemon, finish, toy_config
+
+LONG = 600.0
+"""Seconds of a request that only a forced stop ends within a test."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_drains(start: Start, number: signal.Signals) -> None:
+    daemon = start().wait_ready()
+    running = [daemon.open_request(0.5) for _ in range(2)]
+    daemon.signal(number)
+    assert [finish(link) for link in running] == [b"done\n", b"done\n"]
+    assert daemon.wait() == 0
+    assert "STOPPING=1" in daemon.notifications()
+    assert not Path(daemon.config.server.socket).exists()
+    assert not Path(daemon.config.server.control).exists()
+
+
+def test_second_signal_forces(start: Start) -> None:
+    daemon = start().wait_ready()
+    link = daemon.open_request(LONG)
+    daemon.signal(signal.SIGTERM)
+    daemon.wait_log("SIGTERM: draining")
+    daemon.signal(signal.SIGTERM)
+    assert finish(link) == b"error\n", "the client is told"
+    assert daemon.wait() == 1
+
+
+def test_drain_timeout_cuts_off(start: Start, tmp_path: Path) -> None:
+    config = toy_config(tmp_path)
+    server = msgspec.structs.replace(config.server, drain_timeout=0.5)
+    daemon = start(msgspec.structs.replace(config, server=server)).wait_ready()
+    link = daemon.open_request(LONG)
+    daemon.signal(signal.SIGTERM)
+    assert finish(link) == b"error\n"
+    assert daemon.wait() == 1
+    assert "1 answers were cut off" in daemon.log
+
+
+def test_drain_by_control_socket(start: Start) -> None:
+    daemon = start().wait_ready()
+    link = daemon.open_request(0.3)
+    reply = daemon.ask("drain")
+    assert reply.result == {"state": "draining", "drain_timeout": 30.0}
+    assert finish(link) == b"done\n"
+    assert daemon.wait() == 0
+
+
+def test_stuck_worker_does_not_hold_up_the_end(start: Start) -> None:
+    daemon = start(small="ok", stuck="native").wait_ready()
+    daemon.wait_for(lambda: daemon.child("stuck")["state"] == "stalled", "the native call holds the GIL")
+    daemon.signal(signal.SIGTERM)
+    assert daemon.wait() == 0
+
+
+def test_stop_while_starting(start: Start) -> None:
+    daemon = start(small="silent")
+    daemon.wait_log("small started")
+    daemon.signal(signal.SIGTERM)
+    assert daemon.wait() == 0
+
+
+def test_drained_daemon_leaves_a_socket_that_another_one_put_there(start: Start) -> None:
+    daemon = start().wait_ready()
+    path = Path(daemon.config.server.socket)
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0
+        assert path.exists()
+
+
+def test_dead_children_stay_dead_while_draining(start: Start) -> None:
+    daemon: Daemon = start().wait_ready()
+    link = daemon.open_request(1.0)
+    pid = daemon.child("small")["pid"]
+    daemon.signal(signal.SIGTERM)
+    daemon.wait_log("SIGTERM: draining")
+    os.kill(pid, signal.SIGKILL)
+    assert finish(link) == b"done\n"
+    assert daemon.wait() == 0
+    assert "restarting" not in daemon.log

@@ -1,0 +1,255 @@
+"""Loading the configuration: sources, precedence, paths, and errors that name what is wrong."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from trouterd.cli import DEMO_CONFIG
+from trouterd.config import Config
+from trouterd.config_dump import dump
+from trouterd.settings import ConfigError, differences, live_keys, load, set_value
+
+BASIC = """
+[server]
+socket = "api.sock"
+
+[models.small]
+path = "weights/small"
+
+[models."big-1.7b"]
+path = "weights/big"
+
+[routes.pair]
+models = ["small", "big-1.7b"]
+algorithm = "entropy"
+params = { threshold = 0.3, note = "x" }
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A valid configuration in a folder with its model directories."""
+    for name in ("small", "big"):
+        (tmp_path / "weights" / name).mkdir(parents=True)
+        (tmp_path / "weights" / name / "config.json").write_text("{}")
+    path = tmp_path / "trouterd.toml"
+    path.write_text(BASIC)
+    return path
+
+
+def problems(file: Path, text: str = "", **environ: str) -> list[str]:
+    """What is wrong with the basic file plus some text; the file's name is cut off."""
+    file.write_text(BASIC + text)
+    with pytest.raises(ConfigError) as caught:
+        load(file, environ)
+    return [problem.removeprefix(f"{file}: ") for problem in caught.value.problems]
+
+
+def test_paths_of_the_file_are_relative_to_it(file: Path) -> None:
+    config = load(file, {})
+    assert config.server.socket == str(file.parent / "api.sock")
+    assert config.server.control == str(file.parent / "api.ctl")
+    assert config.models["small"].path == str(file.parent / "weights" / "small")
+    assert config.routes["pair"].algorithm == "entropy"
+
+
+def test_paths_of_flags_and_variables_are_relative_to_the_working_directory(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    config = load(file, {"TROUTERD_SERVER__CONTROL": "c"}, [("server.socket", "s")])
+    assert config.server.socket == str(tmp_path / "here" / "s")
+    assert config.server.control == str(tmp_path / "here" / "c")
+
+
+def test_flags_beat_variables_beat_the_file(file: Path) -> None:
+    file.write_text(BASIC.replace("[server]", "[server]\ndrain_timeout = 1\nmax_body_bytes = 2000"))
+    environ = {"TROUTERD_SERVER__DRAIN_TIMEOUT": "2", "TROUTERD_SERVER__MAX_BODY_BYTES": "3000", "HOME": "/"}
+    config = load(file, environ, [("server.max_body_bytes", "4000")])
+    assert (config.server.drain_timeout, config.server.max_body_bytes) == (2.0, 4000)
+
+
+def test_text_values_take_the_types_of_their_keys(file: Path) -> None:
+    environ = {
+        "TROUTERD_MODELS__BIG_1_7B__THREADS": "2",
+        "TROUTERD_MODELS__SMALL__PREFIX_CACHE": "false",
+        "TROUTERD_ROUTES__PAIR__PARAMS__THRESHOLD": "0.5",
+        "TROUTERD_ROUTES__PAIR__MODELS": '["big-1.7b"]',
+        "TROUTERD_SERVER__SOCKET_MODE": "0o660",
+        "TROUTERD_SERVER__LISTEN": "127.0.0.1:8000",
+    }
+    config = load(file, environ, [("models.big-1.7b.device", "cpu")])
+    assert config.models["big-1.7b"].threads == 2
+    assert config.models["small"].prefix_cache is False
+    assert config.routes["pair"].params == {"threshold": 0.5, "note": "x"}
+    assert config.routes["pair"].models == ["big-1.7b"]
+    assert config.server.socket_mode == 0o660
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[serer]\n", "serer: unknown key; did you mean 'server'?"),
+        ("[rings]\ncapcity = 1", "rings.capcity: unknown key; did you mean 'capacity'?"),
+        ("[models.x]\npath = 'weights/small'\nthredas = 1", "models.x.thredas: unknown key; did you mean 'threads'?"),
+        ("[models.x]\npath = 'weights/small'\nthreads = 0", "models.x.threads: expected int >= 1, got 0"),
+        ("[models.x]\npath = 'weights/small'\nthreads = '2'", "models.x.threads: expected int, got '2'"),
+        (
+            "[models.x]\npath = 'weights/small'\ndtype = 'bfloat'",
+            "models.x.dtype: expected one of float32, bfloat16, got 'bfloat'; did you mean 'bfloat16'?",
+        ),
+        ("[models]\nx = 1", "models.x: expected a table, got 1"),
+        ("[routes.x]\nmodels = []", "routes.x.models: expected array of length >= 1, got []"),
+        ("[routes.x]\nmodels = ['smal']", "routes.x.models: unknown model 'smal'; did you mean 'small'?"),
+        ("[routes.x]\nmodels = ['small', 'small']", "routes.x.models: a model is named twice: small, small"),
+        ("[routes.small]\nmodels = ['small']", "routes.small: the name is also a model's"),
+        ("[routes.x]\nmodels = ['small']\nalgorithm = './rule.py'", "routes.x.algorithm: no file {folder}/rule.py"),
+        ("[models.api]\npath = 'weights/small'", "models.api: the name is reserved"),
+        ("[models.'a b']\npath = 'weights/small'", "models.a b: a name is letters"),
+        ("[models.x]\npath = 'nowhere'", "models.x.path: no model directory {folder}/nowhere"),
+        ("[models.x]\npath = 'weights'", "models.x.path: no config.json in {folder}/weights"),
+        ("[models.x]\npath = 'nowhere'\nformat = 'script'", "models.x.path: no script file {folder}/nowhere"),
+        ("[models.x]\npath = 'builtin:medium'", "models.x.path: no such built-in model: builtin:medium"),
+        ("[models.x]\ndtype = 'float32'", "models.x.path: required"),
+        ("[models.x]\npath = 'weights/small'\ntokenizer = 't'", "models.x.tokenizer: no directory {folder}/t"),
+        ("[models.x]\npath = 'weights/small'\ndevice = 'gpu'", "models.x.device: expected 'cpu' or a CUDA device"),
+        ("[rings]\ncapacity = 100000", "rings.capacity: expected a power of two, got 100000"),
+    ],
+)
+def test_mistakes_are_named(file: Path, text: str, problem: str) -> None:
+    found = problems(file, "\n" + text)
+    assert len(found) == 1
+    assert found[0].startswith(problem.format(folder=file.parent))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("listen", "'localhost'", "server.listen: expected HOST:PORT such as 127.0.0.1:8000, got 'localhost'"),
+        ("listen", "'h:99999'", "server.listen: expected HOST:PORT"),
+        ("socket_group", "'nobody-here'", "server.socket_group: no group 'nobody-here' on this host"),
+        ("api_key_file", "'keys'", "server.api_key_file: no file {folder}/keys"),
+        ("control", "'api.sock'", "server.control: the same as server.socket: {folder}/api.sock"),
+        ("control", "'no/where'", "server.control: no folder {folder}/no"),
+        ("control", f"'{'x' * 120}'", "server.control: path of "),
+    ],
+)
+def test_server_mistakes_are_named(file: Path, key: str, value: str, problem: str) -> None:
+    file.write_text(BASIC.replace("[server]", f"[server]\n{key} = {value}"))
+    with pytest.raises(ConfigError) as caught:
+        load(file, {})
+    assert [line.startswith(f"{file}: " + problem.format(folder=file.parent)) for line in caught.value.problems] == [
+        True
+    ]
+
+
+def test_all_mistakes_come_at_once(file: Path) -> None:
+    assert len(problems(file, "[rings]\ncapcity = 1\nspin_us = -1\n[serer]\n")) == 3
+
+
+def test_mistakes_outside_the_file_name_their_source(file: Path) -> None:
+    assert problems(file, TROUTERD_SERVER__SOCKTE="x") == [
+        "environment: server.sockte: unknown key 'sockte'; did you mean 'socket'?"
+    ]
+    assert problems(file, TROUTERD_SERVER_SOCKET="x")[0].startswith("TROUTERD_SERVER_SOCKET: write sections with two")
+    assert problems(file, TROUTERD_RINGS__SPIN_US="2000") == [
+        "environment: rings.spin_us: expected int <= 1000, got 2000"
+    ]
+    with pytest.raises(ConfigError, match="flag: models.smal.threads: no entry of 'models'.*did you mean 'small'"):
+        load(file, {}, [("models.smal.threads", "1")])
+
+
+def test_file_that_is_missing_or_no_toml(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the configuration: No such file"):
+        load(tmp_path / "none.toml", {})
+    (tmp_path / "bad.toml").write_text("[server\n")
+    with pytest.raises(ConfigError, match="bad.toml: not TOML: .*line 1"):
+        load(tmp_path / "bad.toml", {})
+
+
+def test_no_models_is_a_mistake() -> None:
+    with pytest.raises(ConfigError, match="models: no model is configured"):
+        load(None, {})
+
+
+def test_builtin_pair_is_in_the_package(tmp_path: Path) -> None:
+    path = tmp_path / "t.toml"
+    path.write_text(DEMO_CONFIG)
+    config = load(path, {})
+    assert [Path(model.path, "model.safetensors").is_file() for model in config.models.values()] == [True, True]
+
+
+def test_example_file_serves_what_the_demo_serves() -> None:
+    example = tomllib.loads((Path(__file__).parents[2] / "trouterd.toml").read_text())
+    demo = tomllib.loads(DEMO_CONFIG)
+    assert example["models"] == demo["models"]
+    assert example["routes"] == demo["routes"]
+
+
+def test_dump_loads_to_the_same_and_documents_every_key(file: Path, tmp_path: Path) -> None:
+    file.write_text(
+        BASIC + '"odd key" = { nested = [1, "two", 3.5, true] }\ntext = "quote \\" tab \\t del \\u007f é"\n'
+    )
+    # Keys of a free table: the last table of BASIC is the route, so they must go into params.
+    file.write_text(
+        BASIC.replace('note = "x"', '"odd key" = { nested = [1, "two", 3.5, true] }, text = "q \\" \\t \\u007f é"')
+    )
+    config = load(file, {}, [("server.socket_mode", "0o660")])
+    text = dump(config)
+    again = tmp_path / "again.toml"
+    again.write_text(text)
+    assert load(again, {}) == config
+    assert "socket_mode = 0o660" in text
+    assert "# default: 30.0; >= 0; live\ndrain_timeout = 30.0" in text
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        if " = " in line and not line.startswith("#"):
+            assert lines[number - 2].startswith("# "), line
+            assert lines[number - 1].endswith(("; live", "; fixed at start")), line
+
+
+def test_live_keys() -> None:
+    assert {"server.drain_timeout", "routes.*.params.*", "models.*.max_batch_tokens"} <= set(live_keys())
+    assert "server.socket" not in live_keys()
+
+
+def test_set_value_builds_a_new_configuration(file: Path) -> None:
+    config = load(file, {})
+    changed, old, new = set_value(config, "routes.pair.params.threshold", "0.4")
+    assert (old, new) == (0.3, 0.4)
+    assert config.routes["pair"].params["threshold"] == 0.3
+    assert changed.routes["pair"].params == {"threshold": 0.4, "note": "x"}
+    assert differences(config, changed) == [("routes.pair.params.threshold", 0.4)]
+    added, old, _ = set_value(config, "routes.pair.params.beta", 2)
+    assert old is None
+    assert added.routes["pair"].params["beta"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("server.socket", "x", "not live"),
+        ("server", "x", "is a table; name one of its keys"),
+        ("server.log_level", "loud", "expected one of debug, info, warning, error"),
+        ("server.drain_timeout", True, "expected float"),
+        ("routes.pair.params", "{}", "name one entry"),
+        ("routes.pair.params.note", "text", "only numbers are live"),
+        ("routes.pair.params.threshold", "true", "only numbers are live"),
+        ("routes.par.max_stall", "3", "did you mean 'pair'"),
+        ("routes.pair.max_stall.x", "3", "is a value, not a table"),
+        ("models.big-1.7b.max_batch_tokens", "3", "expected int >= 16"),
+    ],
+)
+def test_set_value_refuses(file: Path, name: str, value: object, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        set_value(load(file, {}), name, value)
+
+
+def test_every_key_is_documented() -> None:
+    assert "# \n" not in dump(Config())
+    assert msgspec.to_builtins(Config())  # the defaults themselves are valid
