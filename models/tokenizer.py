@@ -10,7 +10,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +42,13 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._description = json.loads(backend.to_str())
+        description = json.loads(backend.to_str())
+        decoder = description["decoder"] or {"type": "none"}
+        self._decoders = frozenset(part["type"] for part in decoder.get("decoders", [decoder]))
         self._special_tokens = {name: text for name in _SPECIAL_NAMES if (text := _content(settings.get(name)))}
         self._template = ChatTemplate(template, self._special_tokens) if template else None
-        self.special_ids = frozenset(t["id"] for t in self._description["added_tokens"] if t["special"])
-        self.vocab_size = _vocabulary_size(self._description)
+        self.special_ids = frozenset(t["id"] for t in description["added_tokens"] if t["special"])
+        self.vocab_size = _vocabulary_size(description)
         self.bos_id = self._id_of("bos_token")
         own_eos = self._id_of("eos_token")
         ids = {*eos_ids, own_eos} if own_eos is not None else set(eos_ids)
@@ -125,8 +126,10 @@ class Tokenizer:
 
     def fingerprint(self) -> str:
         """SHA-256 over vocabulary, merges and added tokens: equal for tokenizers whose ids mean the same."""
-        model = self._description["model"]
-        added = sorted((t["id"], t["content"], t["special"]) for t in self._description["added_tokens"])
+        # Read again rather than kept: a parsed vocabulary takes tens of megabytes.
+        description = json.loads(self._backend.to_str())
+        model = description["model"]
+        added = sorted((t["id"], t["content"], t["special"]) for t in description["added_tokens"])
         parts = [sorted(_entries(model)), model.get("merges", []), added]
         return hashlib.sha256(json.dumps(parts, ensure_ascii=False).encode()).hexdigest()
 
@@ -146,11 +149,6 @@ class Tokenizer:
                 kind = "special id" if token in specials else "id"
                 return f"{kind} {token} is {_spelt(mine)} in one and {_spelt(theirs)} in the other"
         return None
-
-    @cached_property
-    def _decoders(self) -> frozenset[str]:
-        decoder = self._description["decoder"] or {"type": "none"}
-        return frozenset(part["type"] for part in decoder.get("decoders", [decoder]))
 
     def _to_bytes(self, token: int) -> bytes | None:
         piece = self._backend.id_to_token(token)

@@ -139,6 +139,24 @@ def test_greedy_text_equals_transformers(tmp_path: Path, name: str) -> None:
     assert len(set(driver.ids[slot][70:])) > 10
 
 
+@pytest.mark.parametrize("page_size", [1, 7, 48, 200])
+def test_any_page_size(tmp_path: Path, page_size: int) -> None:
+    directory = tiny_qwen3(tmp_path)
+    ids = prompt(290)
+    runner = TorchRunner.load(directory, num_pages=1 + 300 // page_size, page_size=page_size)
+    table = np.random.default_rng(0).permutation(runner.num_pages).astype(np.int32)[None]
+    rows = []
+    for start, end in ((0, 130), (130, 131), (131, 200), (200, 203), (203, 290)):
+        positions = np.arange(start, end)
+        zeros = np.zeros(end - start, np.int64)
+        batch = Batch(np.array(ids[start:end]), positions, zeros, table, np.arange(end - start), zeros)
+        rows.append(runner.step(batch).logits)
+    whole = np.arange(290)
+    once = runner.step(Batch(np.array(ids), whole, whole * 0, table, whole, whole)).logits
+    assert torch.equal(torch.cat(rows), once)
+    assert (once - alone(load(directory), ids).logits).abs().max() < 1e-4
+
+
 def test_logits_are_cut_to_the_tokenizer(tmp_path: Path) -> None:
     directory = tiny_qwen3(tmp_path)
     full, cut = load(directory), load(directory, vocab_size=258)
