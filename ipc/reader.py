@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Callable
 
@@ -12,6 +11,8 @@ from ipc.errors import RingPoisonedError
 from ipc.layout import ConsumerCounter
 from ipc.rescue import RescueTimer
 from ipc.ring import RingConsumer
+
+_BATCH = 64  # messages between two stores of head
 
 
 class RingReader:
@@ -73,8 +74,10 @@ class RingReader:
             self._turn = self._loop.call_soon(self._take_turn)
 
     def _on_event(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        try:  # noqa: SIM105 - contextlib.suppress costs more than the read itself
             os.eventfd_read(self._consumer.data_event)
+        except BlockingIOError:
+            pass
         self._rescue.woken()
         self._consumer.count(ConsumerCounter.WAKES_RECEIVED)
         if not self._consumer.pending:
@@ -101,10 +104,12 @@ class RingReader:
         consumer = self._consumer
         end = consumer.position + self._fairness_bytes
         while self._running:
-            if consumer.poll(self._handler, max_bytes=self._fairness_bytes):
-                if consumer.position >= end:
-                    return False
-            elif self.spin_us and consumer.spin(self.spin_us):
+            full_batch = consumer.poll(self._handler, max_records=_BATCH, max_bytes=self._fairness_bytes) == _BATCH
+            if consumer.position >= end:
+                return False
+            if full_batch:
+                continue
+            if self.spin_us and consumer.spin(self.spin_us):
                 consumer.count(ConsumerCounter.SPIN_HITS)
             elif consumer.prepare_wait():
                 self._asleep = True

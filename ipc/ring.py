@@ -94,6 +94,7 @@ class RingProducer(_Endpoint):
             self._core = core.Producer(segment.buffer, data_event)
         except ValueError as error:
             self._broken_cursors(error)
+        self._push = self._core.push
         # Whatever an earlier producer published and could not announce any more is announced now.
         self.kick()
 
@@ -102,7 +103,7 @@ class RingProducer(_Endpoint):
 
         Raises MessageTooLargeError, RingClosedError, RingPoisonedError.
         """
-        result = self._core.push(payload, kind)
+        result = self._push(payload, kind)
         return _RESULTS[result] if result >= 0 else self._refuse(result, payload)
 
     def try_push_many(self, payloads: Sequence[Buffer], kind: int) -> int:

@@ -217,7 +217,7 @@ static void damage(void) {
         }
         memcpy(copy, memory, sizeof memory);
         if (ring_consumer_attach(&consumer, copy, -1)) fail("attach", round);
-        ring_message message;
+        ring_message message = {0};
         int result;
         while ((result = ring_next(&consumer, &message)) == 1) {
             for (size_t i = 0; i < message.length; i++) sum += message.payload[i];

@@ -30,7 +30,7 @@ def kill_fuzz(end: str, core_name: str, kills: int, *point: str) -> dict[str, in
 
 
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("kills", [40, pytest.param(300, marks=SLOW)])
+@pytest.mark.parametrize("kills", [25, pytest.param(300, marks=SLOW)])
 @pytest.mark.parametrize("name", CORES)
 def test_producer_killed_at_random(name: str, kills: int) -> None:
     core(name)
@@ -54,14 +54,14 @@ def test_producer_killed_at_each_step(point: str, kills: int) -> None:
 
 
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("kills", [40, pytest.param(800, marks=SLOW)])
+@pytest.mark.parametrize("kills", [25, pytest.param(800, marks=SLOW)])
 def test_python_producer_killed_at_any_store(kills: int) -> None:
     counts = kill_fuzz("producer", "python", kills, "store")
     assert counts["messages"] > kills
 
 
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("kills", [40, pytest.param(300, marks=SLOW)])
+@pytest.mark.parametrize("kills", [25, pytest.param(300, marks=SLOW)])
 @pytest.mark.parametrize("name", CORES)
 def test_consumer_killed_at_random(name: str, kills: int) -> None:
     core(name)
@@ -84,7 +84,7 @@ def test_consumer_killed_at_each_step(point: str, kills: int) -> None:
 
 
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("kills", [40, pytest.param(400, marks=SLOW)])
+@pytest.mark.parametrize("kills", [25, pytest.param(400, marks=SLOW)])
 def test_python_consumer_killed_at_any_store(kills: int) -> None:
     counts = kill_fuzz("consumer", "python", kills, "store")
     assert counts["most_repeats"] <= BATCH

@@ -40,7 +40,7 @@ def python_litmus(fences: str, rounds: int, trials: int) -> dict[str, int]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("trials", [3, pytest.param(60, marks=FULL)])
+@pytest.mark.parametrize("trials", [2, pytest.param(60, marks=FULL)])
 @pytest.mark.parametrize("fences", ["lock", "membarrier"])
 def test_python_fences_miss_no_wake(fences: str, trials: int) -> None:
     if fences == "membarrier" and not register_membarrier():

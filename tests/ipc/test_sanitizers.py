@@ -20,12 +20,12 @@ NEAR_2_63 = (1 << 63) - 4000
 @pytest.mark.parametrize(
     ("options", "messages"),
     [
-        ((), 200_000),
-        (THREAD, 40_000),
-        (ADDRESS, 100_000),
-        pytest.param((), 10_000_000, marks=SLOW),
-        pytest.param(THREAD, 10_000_000, marks=SLOW),
-        pytest.param(ADDRESS, 10_000_000, marks=SLOW),
+        ((), 100_000),
+        (THREAD, 20_000),
+        (ADDRESS, 50_000),
+        pytest.param((), 5_000_000, marks=SLOW),
+        pytest.param(THREAD, 5_000_000, marks=SLOW),
+        pytest.param(ADDRESS, 5_000_000, marks=SLOW),
     ],
 )
 @pytest.mark.parametrize("start", [NEAR_2_32, NEAR_2_63])
