@@ -22,7 +22,7 @@ async def test_models_are_routes_and_single_models(tmp_path: Path, tokenizer: To
     async with serve(tmp_path, tokenizer, HI, contexts={"small": 128, "large": 64}) as api:
         _, listed = await api.get("/v1/models")
         cards = {card["id"]: card for card in listed["data"]}
-        assert set(cards) == {"demo", "small", "large"}
+        assert list(cards) == ["demo", "small", "large"]
         assert cards["demo"]["root"] == "/models/small"
         assert [cards[name]["max_model_len"] for name in ("demo", "small", "large")] == [64, 128, 64]
         assert cards["demo"]["route"] == {"models": ["small", "large"], "algorithm": "entropy"}

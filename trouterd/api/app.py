@@ -18,6 +18,8 @@ from trouterd.api.stream import EVENTS, EventStream
 log = logging.getLogger("trouterd.api")
 
 ID_HEADER = "X-Request-Id"
+LAG_INTERVAL = 0.1
+"""Seconds between two looks at how late the event loop is."""
 
 
 def build_app(services: Services, *, max_body_bytes: int = 16 << 20) -> web.Application:
@@ -41,6 +43,7 @@ def build_app(services: Services, *, max_body_bytes: int = 16 << 20) -> web.Appl
 
 async def _stamp(request: web.Request, response: web.StreamResponse) -> None:
     response.headers[ID_HEADER] = request[REQUEST_ID]
+    response.headers["Server"] = "trouterd"
 
 
 async def _ticking(app: web.Application) -> AsyncIterator[None]:
@@ -48,12 +51,16 @@ async def _ticking(app: web.Application) -> AsyncIterator[None]:
     engine = app[SERVICES].engine
 
     async def run() -> None:
+        ticked = 0.0
         while True:
-            interval = engine.tick_interval
-            due = time.monotonic() + interval
-            await asyncio.sleep(interval)
-            engine.metrics.loop_lag = max(0.0, time.monotonic() - due)
-            engine.tick()
+            pause = min(LAG_INTERVAL, engine.tick_interval)
+            due = time.monotonic() + pause
+            await asyncio.sleep(pause)
+            now = time.monotonic()
+            engine.metrics.lags.append(max(0.0, now - due))
+            if now - ticked >= engine.tick_interval:
+                ticked = now
+                engine.tick()
 
     task = asyncio.create_task(run())
     yield

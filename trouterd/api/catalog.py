@@ -66,20 +66,23 @@ class Catalog:
 
     def configure(self, config: Config) -> None:
         """Take over the live settings of a changed configuration."""
-        self._served = {
-            name: Served(
-                name=name,
-                models=tuple(route.models),
-                tokenizer=self._tokenizers[route.models[0]],
-                root=config.models[route.models[0]].path,
-                algorithm=route.algorithm,
-                needs_peers=route.on_peer_loss == "fail",
-            )
-            for name, route in config.all_routes().items()
-        }
+        routes = config.all_routes()
+        # Configured routes first: clients that take the first model of the list get the product, not a part of it.
+        self._served = {name: self._serve(name, routes[name], config) for name in [*config.routes, *config.models]}
+
+    def _serve(self, name: str, route: Route, config: Config) -> Served:
+        entry = route.models[0]
+        return Served(
+            name=name,
+            models=tuple(route.models),
+            tokenizer=self._tokenizers[entry],
+            root=config.models[entry].path,
+            algorithm=route.algorithm,
+            needs_peers=route.on_peer_loss == "fail",
+        )
 
     def __iter__(self) -> Iterator[Served]:
-        """Configured routes and single models, in the configuration's order."""
+        """Configured routes, then single models, in the configuration's order."""
         return iter(self._served.values())
 
     def get(self, name: str) -> Served:
@@ -97,8 +100,8 @@ class Catalog:
         return served
 
     def default(self) -> Served:
-        """The first configured route, or the first model where there is no route: for requests that may omit `model`."""
-        return next((served for served in self if len(served.models) > 1), next(iter(self)))
+        """The first of them: for requests that may omit `model`."""
+        return next(iter(self))
 
     def context(self, served: Served) -> int:
         """The smallest context length of the route's models, tokens."""

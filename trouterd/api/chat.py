@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 from aiohttp import web
@@ -36,7 +35,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     models: list[str] | UnsetType = UNSET
 
 
-class ChatChunk(msgspec.Struct, frozen=True):
+class ChatChunk(msgspec.Struct, frozen=True, tag_field="object", tag="chat.completion.chunk"):
     """One event of a stream."""
 
     id: str
@@ -44,14 +43,12 @@ class ChatChunk(msgspec.Struct, frozen=True):
     model: str
     choices: tuple[ChatChunkChoice, ...]
     usage: MaybeUsage = UNSET
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
-class AnswerMessage(msgspec.Struct, frozen=True):
+class AnswerMessage(msgspec.Struct, frozen=True, tag_field="role", tag="assistant"):
     """`message` of a whole choice."""
 
     content: str
-    role: Literal["assistant"] = "assistant"
     refusal: None = None
 
 
@@ -66,7 +63,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     models: list[str] | UnsetType = UNSET
 
 
-class ChatCompletion(msgspec.Struct, frozen=True):
+class ChatCompletion(msgspec.Struct, frozen=True, tag_field="object", tag="chat.completion"):
     """A whole answer."""
 
     id: str
@@ -74,7 +71,6 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    object: Literal["chat.completion"] = "chat.completion"
 
 
 class ChatShape:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -32,7 +32,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     models: list[str] | UnsetType = UNSET
 
 
-class Completion(msgspec.Struct, frozen=True):
+class Completion(msgspec.Struct, frozen=True, tag_field="object", tag="text_completion"):
     """One event of a stream, or a whole answer: the two have the same shape."""
 
     id: str
@@ -40,7 +40,6 @@ class Completion(msgspec.Struct, frozen=True):
     model: str
     choices: list[CompletionChoice]
     usage: MaybeUsage = UNSET
-    object: Literal["text_completion"] = "text_completion"
 
 
 class CompletionShape:

@@ -87,6 +87,8 @@ async def run(control: Control) -> int:
     runner = web.AppRunner(
         app, handle_signals=False, handler_cancellation=True, access_log=None, shutdown_timeout=FORCE_GRACE
     )
+    # The application logs its own failures; what is left to this logger is a traceback for each malformed HTTP request.
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     await runner.setup()
     Verbs(engine, catalog).register(control)
     links.start()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 
 from trouterd import metrics
 from trouterd.metrics import Family, Histogram
 
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 """Upper bounds of length buckets, tokens."""
+
+LAG_SAMPLES = 50
+"""Looks at the event loop's delay that the gauge covers."""
 
 
 class ApiMetrics:
@@ -25,19 +28,24 @@ class ApiMetrics:
         """(public name, model that wrote) -> tokens."""
         self.stale_updates = 0
         self.unknown_fields = 0
-        self.loop_lag = 0.0
-        """Largest delay of the event loop in the last period, seconds."""
+        self.lags: deque[float] = deque([0.0], maxlen=LAG_SAMPLES)
+        """How late the event loop was at its last looks, seconds."""
         self.time_to_first_token: defaultdict[str, Histogram] = defaultdict(Histogram)
         self.inter_token: defaultdict[str, Histogram] = defaultdict(Histogram)
         self.end_to_end: defaultdict[str, Histogram] = defaultdict(Histogram)
         self.prompt_length: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(TOKENS))
         self.output_length: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(TOKENS))
 
+    @property
+    def loop_lag(self) -> float:
+        """The largest of the last looks, seconds."""
+        return max(self.lags)
+
     def families(self, active: int) -> list[Family]:
         """Everything, for one scrape; `active` = requests at the workers now."""
         return [
             metrics.gauge("api_requests_active", "Requests that the api has at the workers.", [({}, active)]),
-            metrics.gauge("loop_lag_seconds", "Event loop delay.", [({"task": "api"}, self.loop_lag)]),
+            metrics.gauge("loop_lag_seconds", "How late the event loop was.", [({"task": "api"}, self.loop_lag)]),
             metrics.counter(
                 "request_success",
                 "Finished choices by reason.",
