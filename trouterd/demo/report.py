@@ -21,7 +21,7 @@ from trouterd.demo.tokenizer import END_OF_TEXT, IM_END, message_text, reply_pre
 
 REPORT_SEED = 2026
 """Generator seed of the held-out problems that the model cards report on."""
-THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
+THRESHOLDS = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 """Entropy thresholds of the frontier, in nats."""
 ANSWER_LIMIT = 128
 
