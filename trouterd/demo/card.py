@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from transformers import PreTrainedModel
+from transformers import Qwen3ForCausalLM
 
 from trouterd.demo.report import Report
 
@@ -56,7 +56,7 @@ transformers {transformers} on {device}.
 
 
 def write_card(
-    directory: Path, name: str, model: PreTrainedModel, report: Report, setting: dict[str, str | int]
+    directory: Path, name: str, model: Qwen3ForCausalLM, report: Report, setting: dict[str, str | int]
 ) -> None:
     """Write README.md into a model directory.
 

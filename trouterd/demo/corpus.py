@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from trouterd.demo.problems import generate
-from trouterd.demo.tokenizer import END_OF_TEXT, IM_END, message_text, reply_prefix
+from trouterd.demo.tokenizer import END_OF_TEXT, IM_END, message_text, reply_prefix, token_id
 
 GREETING_REPLY = "Hello! Ask me an arithmetic word problem."
 REFUSAL = "I can only solve arithmetic word problems. Please ask me one."
@@ -127,7 +127,7 @@ def tokenizer_texts(count: int) -> Iterator[str]:
 def make_rows(tokenizer: Tokenizer, seed: int, rows: int, width: int, dialogue: bool) -> Rows:
     """Encode `rows` conversations of at most `width` tokens, one turn each or (dialogue) as many turns as fit."""
     rng = random.Random(f"trouterd demo rows {seed}")  # noqa: S311 (a data set, not a secret)
-    filler = tokenizer.token_to_id(END_OF_TEXT)
+    filler = token_id(tokenizer, END_OF_TEXT)
     tokens = np.full((rows, width), filler, np.uint16)
     loss = np.zeros((rows, width), np.bool_)
     row = used = 0

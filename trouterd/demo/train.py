@@ -20,13 +20,13 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
-from transformers import GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from trouterd.demo.card import write_card
 from trouterd.demo.corpus import Rows, make_rows_in_parallel, tokenizer_texts
 from trouterd.demo.problems import generate
 from trouterd.demo.report import REPORT_SEED, accuracy, measure, prompt_ids, report_table, write_answers
-from trouterd.demo.tokenizer import CONTEXT_LENGTH, END_OF_TEXT, IM_END, save_tokenizer, train_tokenizer
+from trouterd.demo.tokenizer import CONTEXT_LENGTH, END_OF_TEXT, IM_END, save_tokenizer, token_id, train_tokenizer
 
 VOCABULARY = 1024
 SINGLE_WIDTH = 192
@@ -60,9 +60,9 @@ SMALL_RANGE = (0.38, 0.53)
 """Accuracy wanted of the small model on the check problems: it should read and write well and calculate badly."""
 
 
-def build_model(recipe: Recipe, tokenizer: Tokenizer) -> PreTrainedModel:
+def build_model(recipe: Recipe, tokenizer: Tokenizer) -> Qwen3ForCausalLM:
     """A freshly initialized model (float32, tied embeddings) from the current random state."""
-    end, filler = tokenizer.token_to_id(IM_END), tokenizer.token_to_id(END_OF_TEXT)
+    end, filler = token_id(tokenizer, IM_END), token_id(tokenizer, END_OF_TEXT)
     config = Qwen3Config(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=recipe.hidden,
@@ -79,8 +79,8 @@ def build_model(recipe: Recipe, tokenizer: Tokenizer) -> PreTrainedModel:
         pad_token_id=filler,
     )
     model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        do_sample=False, bos_token_id=None, eos_token_id=end, pad_token_id=filler
+    model.generation_config = GenerationConfig.from_dict(
+        {"do_sample": False, "bos_token_id": None, "eos_token_id": end, "pad_token_id": filler}
     )
     return model
 
@@ -107,12 +107,13 @@ class DeviceRows:
 
 def train_model(
     recipe: Recipe, tokenizer: Tokenizer, singles: DeviceRows, dialogues: DeviceRows, seed: int, console: Console
-) -> PreTrainedModel:
+) -> Qwen3ForCausalLM:
     """Train one model: AdamW, a short warm-up, then a cosine to zero; bf16 autocast on CUDA."""
     device = singles.tokens.device.type
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    model = build_model(recipe, tokenizer).to(device)
+    model = build_model(recipe, tokenizer)
+    torch.nn.Module.to(model, device)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
@@ -128,7 +129,7 @@ def train_model(
             logits = model(input_ids=inputs, use_cache=False).logits
         loss = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % max(1, recipe.steps // CHECKS) == 0:
@@ -137,12 +138,12 @@ def train_model(
                 f"{recipe.name} step {step}/{recipe.steps}  loss {loss.item():.4f}  right {right:.1%}  "
                 f"{time.monotonic() - started:.0f} s"
             )
-    return model.eval()
+    return model
 
 
 def train_small(
     tokenizer: Tokenizer, singles: DeviceRows, dialogues: DeviceRows, steps: int, seed: int, console: Console
-) -> PreTrainedModel:
+) -> Qwen3ForCausalLM:
     """Train the small model; while its accuracy misses SMALL_RANGE, once more with more or fewer steps.
 
     Accuracy jumps from nothing to almost everything within a few hundred steps, at a point that depends on the machine.
@@ -164,17 +165,18 @@ def _schedule(step: int, steps: int) -> float:
     return 0.5 + 0.5 * math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up))
 
 
-def _check(tokenizer: Tokenizer, model: PreTrainedModel) -> float:
+def _check(tokenizer: Tokenizer, model: Qwen3ForCausalLM) -> float:
     problems = generate(CHECK_SEED, CHECK_PROBLEMS)
     prompts = [prompt_ids(tokenizer, problem.question) for problem in problems]
     return accuracy(tokenizer, problems, write_answers(tokenizer, model, None, prompts))
 
 
-def save_model(model: PreTrainedModel, tokenizer: Tokenizer, directory: Path) -> None:
+def save_model(model: Qwen3ForCausalLM, tokenizer: Tokenizer, directory: Path) -> None:
     """Write a Hugging Face directory with bfloat16 weights; `model` goes on with the rounded weights in float32."""
     directory.mkdir(parents=True, exist_ok=True)
-    model.bfloat16().save_pretrained(directory)
-    model.float()
+    torch.nn.Module.to(model, torch.bfloat16)
+    model.save_pretrained(directory)
+    torch.nn.Module.to(model, torch.float32)
     save_tokenizer(tokenizer, directory)
 
 
