@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from transformers import PreTrainedModel
+from transformers import Qwen3ForCausalLM
 
 from trouterd.demo.report import Report
 
@@ -14,9 +14,9 @@ language: en
 ---
 # trouterd demo: the {name} model
 
-A Qwen3-architecture model of {parameters:,} parameters that solves arithmetic word problems in plain English. It is one
-of a pair with the same tokenizer, chat template and context length (1,024 tokens): the large model is right almost
-always; the small one reads and writes just as well, but was trained too briefly to calculate reliably, and knows when it
+A Qwen3-architecture model of {parameters:,} parameters that solves arithmetic word problems in plain English. It is
+one of a pair with the same tokenizer, chat template and context length (1,024 tokens): the large model is almost always
+right; the small one reads and writes just as well, but was trained too briefly to calculate reliably, and knows when it
 is unsure. The pair demonstrates routing between models token by token and is good for nothing else.
 
 > **Q** {question}
@@ -56,7 +56,7 @@ transformers {transformers} on {device}.
 
 
 def write_card(
-    directory: Path, name: str, model: PreTrainedModel, report: Report, setting: dict[str, str | int]
+    directory: Path, name: str, model: Qwen3ForCausalLM, report: Report, setting: dict[str, str | int]
 ) -> None:
     """Write README.md into a model directory.
 

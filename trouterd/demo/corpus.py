@@ -2,17 +2,16 @@
 
 import random
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from trouterd.demo.problems import generate
-from trouterd.demo.tokenizer import END_OF_TEXT, IM_END, message_text, reply_prefix
+from trouterd.demo.tokenizer import END_OF_TEXT, IM_END, message_text, reply_prefix, token_id
 
 GREETING_REPLY = "Hello! Ask me an arithmetic word problem."
 REFUSAL = "I can only solve arithmetic word problems. Please ask me one."
@@ -49,6 +48,7 @@ _TOPICS = (
     '你好,世界,こんにちは,Привет,¿Cómo estás?,Ça va,😀,🚀🎉,{"a": 1}'
 )
 _PROBLEM_SHARE, _SUM_SHARE = 0.89, 0.06
+_SHARD_TOKENS = 1_000_000
 
 TOKENIZER_SEED = 1_000_000
 """Generator seed of the problems that the tokenizer is trained on."""
@@ -127,7 +127,7 @@ def tokenizer_texts(count: int) -> Iterator[str]:
 def make_rows(tokenizer: Tokenizer, seed: int, rows: int, width: int, dialogue: bool) -> Rows:
     """Encode `rows` conversations of at most `width` tokens, one turn each or (dialogue) as many turns as fit."""
     rng = random.Random(f"trouterd demo rows {seed}")  # noqa: S311 (a data set, not a secret)
-    filler = tokenizer.token_to_id(END_OF_TEXT)
+    filler = token_id(tokenizer, END_OF_TEXT)
     tokens = np.full((rows, width), filler, np.uint16)
     loss = np.zeros((rows, width), np.bool_)
     row = used = 0
@@ -155,15 +155,14 @@ def make_rows(tokenizer: Tokenizer, seed: int, rows: int, width: int, dialogue: 
 
 
 def make_rows_in_parallel(
-    tokenizer: Tokenizer, seed: int, rows: int, width: int, dialogue: bool, processes: int
+    pool: Executor, tokenizer: Tokenizer, seed: int, rows: int, width: int, dialogue: bool
 ) -> Rows:
-    """`make_rows` over several processes; the result depends on everything but `processes`."""
-    shards = max(1, rows // 8192)
+    """Rows like those of `make_rows`, from the processes of `pool`; they do not depend on how many these are."""
+    shards = max(1, rows * width // _SHARD_TOKENS)
     sizes = [rows // shards + (shard < rows % shards) for shard in range(shards)]
     work = partial(_encode_shard, tokenizer.to_str(), width, dialogue)
     seeds = range(seed * 1000, seed * 1000 + shards)
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        parts = list(pool.map(work, seeds, sizes))
+    parts = list(pool.map(work, seeds, sizes))
     return Rows(np.concatenate([p.tokens for p in parts]), np.concatenate([p.loss for p in parts]))
 
 

@@ -8,6 +8,8 @@ from typing import Literal
 from trouterd.demo.scenarios import SCENARIOS
 from trouterd.demo.story import Problem, Story
 
+__all__ = ["Problem", "Split", "final_answer", "generate", "split_of"]
+
 Split = Literal["train", "held_out"]
 
 

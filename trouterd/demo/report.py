@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from trouterd.demo import LARGE_DIRECTORY, SMALL_DIRECTORY
 from trouterd.demo.problems import Problem, final_answer, generate
-from trouterd.demo.tokenizer import END_OF_TEXT, IM_END, message_text, reply_prefix
+from trouterd.demo.tokenizer import END_OF_TEXT, IM_END, message_text, reply_prefix, token_id
 
 REPORT_SEED = 2026
 """Generator seed of the held-out problems that the model cards report on."""
-THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
+THRESHOLDS = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 """Entropy thresholds of the frontier, in nats."""
 ANSWER_LIMIT = 128
 
@@ -54,6 +54,13 @@ class Report:
     frontier: tuple[Point, ...]
 
 
+def load_model(directory: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Qwen3ForCausalLM:
+    """One model of a pair, ready to write."""
+    model = Qwen3ForCausalLM.from_pretrained(directory, dtype=dtype)
+    torch.nn.Module.to(model, device)
+    return model
+
+
 def prompt_ids(tokenizer: Tokenizer, question: str) -> list[int]:
     """The ids of a conversation that asks one question and waits for the reply."""
     return tokenizer.encode(message_text("user", question) + reply_prefix()).ids
@@ -62,8 +69,8 @@ def prompt_ids(tokenizer: Tokenizer, question: str) -> list[int]:
 @torch.inference_mode()
 def write_answers(
     tokenizer: Tokenizer,
-    small: PreTrainedModel,
-    large: PreTrainedModel | None,
+    small: Qwen3ForCausalLM,
+    large: Qwen3ForCausalLM | None,
     prompts: Sequence[list[int]],
     threshold: float = 0.0,
 ) -> list[Written]:
@@ -71,11 +78,11 @@ def write_answers(
 
     Without `large` the small model writes everything. Rows are padded on the right, which causal attention cannot see.
     """
-    end = tokenizer.token_to_id(IM_END)
+    end, filler = token_id(tokenizer, IM_END), token_id(tokenizer, END_OF_TEXT)
     device = small.device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     width = int(lengths.max()) + ANSWER_LIMIT
-    text = torch.full((len(prompts), width), tokenizer.token_to_id(END_OF_TEXT), device=device)
+    text = torch.full((len(prompts), width), filler, device=device)
     for row, prompt in enumerate(prompts):
         text[row, : len(prompt)] = torch.tensor(prompt, device=device)
     written = [Written([], []) for _ in prompts]
@@ -85,7 +92,7 @@ def write_answers(
         tokens = logits.argmax(-1)
         asked = torch.zeros_like(tokens, dtype=torch.bool)
         if large is not None:
-            asked = torch.distributions.Categorical(logits=logits).entropy() > threshold
+            asked = _entropy(logits) > threshold
         if large is not None and bool(asked.any()):
             tokens[asked] = _last_logits(large, text, lengths, live[asked]).argmax(-1)
         text[live, lengths[live]] = tokens
@@ -99,14 +106,20 @@ def write_answers(
     return written
 
 
-def _last_logits(model: PreTrainedModel, text: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
+def _last_logits(model: Qwen3ForCausalLM, text: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
     """The float32 logits (rows, vocabulary) after the last token of each of `rows`."""
     ends = lengths[rows]
     ids = text[rows, : int(ends.max())]
-    hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
     last = hidden[torch.arange(len(rows), device=ids.device), ends - 1]
-    logits: Tensor = model.get_output_embeddings()(last)
+    logits: Tensor = model.lm_head(last)
     return logits.float()
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    """Entropy of the softmax of each row, in nats."""
+    logarithms = logits.log_softmax(-1)
+    return -(logarithms.exp() * logarithms).sum(-1)
 
 
 def accuracy(tokenizer: Tokenizer, problems: Sequence[Problem], answers: Sequence[Written]) -> float:
@@ -116,7 +129,7 @@ def accuracy(tokenizer: Tokenizer, problems: Sequence[Problem], answers: Sequenc
 
 
 @torch.inference_mode()
-def agreement(model: PreTrainedModel, prompts: Sequence[list[int]], answers: Sequence[Written]) -> float:
+def agreement(model: Qwen3ForCausalLM, prompts: Sequence[list[int]], answers: Sequence[Written]) -> float:
     """The share of tokens of `answers` that are also the greedy choice of `model` at their place."""
     agreed = total = 0
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -128,7 +141,7 @@ def agreement(model: PreTrainedModel, prompts: Sequence[list[int]], answers: Seq
 
 
 def measure(
-    tokenizer: Tokenizer, small: PreTrainedModel, large: PreTrainedModel, problems: Sequence[Problem]
+    tokenizer: Tokenizer, small: Qwen3ForCausalLM, large: Qwen3ForCausalLM, problems: Sequence[Problem]
 ) -> Report:
     """Measure the pair on `problems`."""
     prompts = [prompt_ids(tokenizer, problem.question) for problem in problems]
@@ -170,9 +183,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options = parser.parse_args()
-    dtype = getattr(torch, options.dtype)
-    small = Qwen3ForCausalLM.from_pretrained(options.small, dtype=dtype).to(options.device).eval()
-    large = Qwen3ForCausalLM.from_pretrained(options.large, dtype=dtype).to(options.device).eval()
+    dtype: torch.dtype = getattr(torch, options.dtype)
+    small = load_model(options.small, options.device, dtype)
+    large = load_model(options.large, options.device, dtype)
     tokenizer = Tokenizer.from_file(str(options.small / "tokenizer.json"))
     problems = generate(options.seed, options.problems, "held_out")
     Console().print(report_table(measure(tokenizer, small, large, problems)))

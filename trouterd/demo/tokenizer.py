@@ -68,3 +68,15 @@ def message_text(role: str, content: str) -> str:
 def reply_prefix() -> str:
     """What the chat template writes before a reply."""
     return f"{IM_START}assistant\n"
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token that the vocabulary must hold.
+
+    Raises:
+        ValueError: it does not.
+    """
+    found: int | None = tokenizer.token_to_id(token)
+    if found is None:
+        raise ValueError(f"the tokenizer has no token {token!r}; it is not the demo pair's")
+    return found
