@@ -93,11 +93,11 @@ class Verbs:
                 continue  # it gets the new configuration when it is started
             try:
                 await child.call("set", args, SCRAPE_TIMEOUT if child.ready_at else 0)
-            except Refused:
+            except Refused as error:
                 undo = args | {"value": old, "config": msgspec.to_builtins(before)}
                 for changed in done:
                     await changed.call("set", undo)
-                raise
+                raise Refused(f"{args['key']}: {error}") from error
             except CallError as error:
                 log.warning("set %s: %s", args["key"], error)
                 pending.append(child.name)
