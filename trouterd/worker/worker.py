@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -19,10 +19,7 @@ from ipc.messages import (
     NackReason,
     PeerReq,
     Submit,
-    Tokens,
-    TokenUpdate,
     Warm,
-    pack_ids,
 )
 from models.batch import ModelRunner
 from models.kv_cache import KvCache
@@ -33,11 +30,9 @@ from trouterd.worker.route import WorkerRoute
 from trouterd.worker.scheduler import Chunk, Scheduler
 from trouterd.worker.stats import Stats
 from trouterd.worker.step import Outcome, Stepper
+from trouterd.worker.stream import TokenStream
 
 log = logging.getLogger(__name__)
-
-UPDATES_PER_MESSAGE = 256
-TOKENS_PER_MESSAGE = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +94,7 @@ class Worker:
         self.idle.set()
         self._inbox: deque[Event] = deque()
         self._wake = asyncio.Event()
-        self._to_stream: dict[int, Request] = {}
-        """Requests with tokens, or an end, that have not been passed on yet."""
+        self.stream = TokenStream(index, self.outbound, self.handoffs)
         self._closing = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step")
 
@@ -160,7 +154,7 @@ class Worker:
 
     async def _wait(self) -> None:
         """Sleep until something arrives; look again soon while something waits for room in a ring."""
-        if not self._to_stream and not self.outbound.unsent:
+        if not self.stream and not self.outbound.unsent:
             await self._wake.wait()
             return
         try:
@@ -235,7 +229,7 @@ class Worker:
         reason, trim = request.finish_reason(token)
         request.append(token, request.route.side)
         self.stats.tokens += 1
-        self._to_stream[request.rid] = request
+        self.stream.add(request)
         if not reason:
             return False
         if request.is_entry:
@@ -275,7 +269,7 @@ class Worker:
     def _finish(self, request: Request, reason: str, trim: int, error: str = "") -> None:
         """Entry: the answer is over; pass it on and tell everybody who knows the request."""
         request.finish, request.trim, request.error = reason, trim, error
-        self._to_stream[request.rid] = request
+        self.stream.add(request)
         self._forget(request)
         self.stats.finished[reason] += 1
 
@@ -359,7 +353,7 @@ class Worker:
 
     def _tokens_from_peer(self, request: Request) -> None:
         """Entry: a peer's tokens, and perhaps its end, are in the request."""
-        self._to_stream[request.rid] = request
+        self.stream.add(request)
         if request.over:
             self._finish(request, request.finish, request.trim)
 
@@ -369,7 +363,7 @@ class Worker:
             return
         if request.is_entry:
             self.stats.finished["abort"] += 1
-        self._to_stream.pop(request.rid, None)
+        self.stream.drop(request.rid)
         self._forget(request)
 
     def _on_nack(self, message: Nack) -> None:
@@ -406,7 +400,7 @@ class Worker:
 
     def _drop(self, requests: list[Request]) -> None:
         for request in requests:
-            self._to_stream.pop(request.rid, None)
+            self.stream.drop(request.rid)
             self._forget(request)
 
     # Passing on
@@ -414,61 +408,15 @@ class Worker:
     def _pass_on(self) -> None:
         """Send new tokens to the api (entry) or the entry (visitor), and what is left from before."""
         self.outbound.flush()
-        if self._to_stream:
-            self._stream_tokens()
+        if self.stream:
+            self.stream.send()
         for worker, count in self._active_here.items():
             told = self._active_told.get(worker, 0)
             if worker != self.index and told != count and self.outbound.offer(worker, Active(self.index, count)):
                 self._active_told[worker] = count
-
-    def _stream_tokens(self) -> None:
-        batch: list[Request] = []
-        for request in list(self._to_stream.values()):
-            if request.is_entry:
-                batch.append(request)
-            elif request.state is State.PENDING or self.handoffs.stream(request, self.index):
-                # A visitor that left took its tokens along.
-                del self._to_stream[request.rid]
-        for part in _parts(batch):
-            if not self.outbound.offer(API, Tokens(tuple(_update(r) for r in part))):
-                return
-            for request in part:
-                request.streamed = request.output_length
-                del self._to_stream[request.rid]
-
-
-def _parts(batch: list[Request]) -> Iterator[list[Request]]:
-    """Groups of requests whose news fit one message: many at once only pile up while the api does not read."""
-    part: list[Request] = []
-    tokens = 0
-    for request in batch:
-        news = request.output_length - request.streamed
-        if part and (tokens + news > TOKENS_PER_MESSAGE or len(part) == UPDATES_PER_MESSAGE):
-            yield part
-            part, tokens = [], 0
-        part.append(request)
-        tokens += news
-    if part:
-        yield part
 
 
 def _may_leave(request: Request) -> bool:
     """Whether the algorithm is asked: not where it would drop one more token after `max_stall` hand-offs without progress."""
     route = request.route
     return len(route.workers) > 1 and (route.algorithm.keep_sample or request.stall < route.max_stall)
-
-
-def _update(request: Request) -> TokenUpdate:
-    """What the api has not seen of a request."""
-    seq = request.streamed
-    return TokenUpdate(
-        rid=request.rid,
-        seq=seq,
-        ids=pack_ids(request.tokens[request.prompt_length + seq :]),
-        writers=bytes(request.writers[seq:]),
-        finish=request.finish,
-        trim=request.trim,
-        handoffs=request.handoffs,
-        error=request.error,
-        pending_us=request.pending_ns // 1000,
-    )
