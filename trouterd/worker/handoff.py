@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from algorithms.base import OutputView
+from algorithms.base import Handoff, OutputView
 from ipc.messages import Abort, Nack, NackReason, PeerReq, pack_ids, unpack_ids
 from trouterd.worker.outbound import Outbound
 from trouterd.worker.request import GENERATION, NO_TOKEN, Request, State
@@ -58,9 +58,12 @@ class Handoffs:
             return False
         if route.side != 0 and model != 0 and not self.stream(request, holder=target):
             return False
-        handoff = route.algorithm.send(_view(request), model)
+        handoff = _suffix_for(request, model)
+        if handoff is None:
+            return False
         unknown = request.known[model] < 0
-        start = 0 if unknown else handoff.start
+        # Neither before the output nor behind a gap, whatever the algorithm says.
+        start = max(min(handoff.start, request.known[model]), 0)
         length = request.output_length
         now = time.monotonic_ns()
         known = tuple(length if m in (route.side, model) else k for m, k in enumerate(request.known))
@@ -88,7 +91,7 @@ class Handoffs:
         request.stall += 1
         request.known = list(known)
         request.held = held
-        request.holder = model
+        request.holder = request.giver = model
         request.pending_since_ns = now
         self.scheduler.pend(request)
         self.stats.handoff(self.index, target, length - start)
@@ -106,14 +109,14 @@ class Handoffs:
         request.known[0] = start
         return False
 
-    def finish(self, request: Request, reason: str, trim: int) -> None:
-        """Visitor: the answer ended here; the entry tells everybody else."""
+    def leave(self, request: Request, finish: str = "", trim: int = 0) -> None:
+        """Visitor: back to the entry, with the end of the answer or without, as soon as the ring has room."""
         start = request.known[0]
         request.known[0] = request.output_length
         request.handoff_seq += 1
         self.outbound.post(
             request.entry,
-            self._to_entry(request, start, partial=False, destination=request.entry, finish=reason, trim=trim),
+            self._to_entry(request, start, partial=False, destination=request.entry, finish=finish, trim=trim),
         )
         self.scheduler.pend(request)
 
@@ -121,7 +124,7 @@ class Handoffs:
         """Visitor: give the request up: to its sender as it came, or to the entry if this visit has written anything."""
         self.stats.refusals += 1
         if request.output_length > request.visit_start:
-            self.send(request, 0, NO_TOKEN)
+            self.leave(request)
             return
         self.outbound.post(request.visit_source, Nack(request.rid, self.index, request.handoff_seq, reason))
         self.scheduler.pend(request)
@@ -167,14 +170,19 @@ class Handoffs:
             self.stats.stale_messages += 1
             return None
         ids = unpack_ids(message.token_ids).tolist()
+        if _accepted(request, ids, message.payload) < len(ids):
+            # The entry has streamed them: a visit cannot go on from anything else.
+            request.handoff_seq = message.handoff_seq
+            self.scheduler.pend(request)
+            self.outbound.post(message.source, Nack(message.rid, self.index, message.handoff_seq, NackReason.ERROR))
+            return None
         # Out of the queues first: an unfinished older visit may still be in them.
         self.scheduler.pend(request)
         if message.start < request.output_length:
             request.cut(message.start)
             self.scheduler.truncate(request)
-        accepted = request.route.algorithm.receive(_view(request), ids, message.payload)
-        request.tokens += ids[:accepted]
-        request.writers += message.writers[:accepted]
+        request.tokens += ids
+        request.writers += message.writers
         request.handoff_seq = message.handoff_seq
         request.known = list(message.known)
         request.known[request.route.side] = request.output_length
@@ -211,7 +219,7 @@ class Handoffs:
     def _apply(self, request: Request, message: PeerReq) -> None:
         skip = request.output_length - message.start
         ids = unpack_ids(message.token_ids).tolist()[skip:]
-        accepted = request.route.algorithm.receive(_view(request), ids, message.payload)
+        accepted = _accepted(request, ids, message.payload)
         for token, writer in zip(ids[:accepted], message.writers[skip : skip + accepted], strict=True):
             request.append(token, writer)
         whole = accepted == len(ids)
@@ -219,14 +227,20 @@ class Handoffs:
         request.known = [min(k, length) for k in message.known]
         request.known[0] = length
         request.handoffs = message.handoffs
+        # Also for partial ones: word of an earlier holder that comes later is stale.
+        request.handoff_seq = message.handoff_seq
         if ids:
             request.held = NO_TOKEN
-        if message.finish and whole:
+        if not whole:
+            # The peer may go on from tokens that were not taken.
+            self.reclaim(request)
+            self._back_here(request)
+        elif message.finish:
             request.finish, request.trim = message.finish, message.trim
-        elif message.partial and whole:
+        elif message.partial:
             request.holder = request.route.workers.index(message.destination)
+            request.giver = request.route.workers.index(message.source)
         else:
-            request.handoff_seq = message.handoff_seq
             request.stall = message.stall
             request.handoff_sent_ns = message.sent_ns
             self._back_here(request)
@@ -277,6 +291,25 @@ def _fresh(request: Request, message: PeerReq) -> bool:
     if message.partial:
         return message.handoff_seq >= request.handoff_seq
     return message.handoff_seq > request.handoff_seq
+
+
+def _suffix_for(request: Request, model: int) -> Handoff | None:
+    """What the algorithm wants to send; None when it fails."""
+    try:
+        return request.route.algorithm.send(_view(request), model)
+    except Exception:  # code of users: its faults keep the request here
+        log.exception("route '%s': send() failed; the request stays", request.route.name)
+        return None
+
+
+def _accepted(request: Request, ids: list[int], payload: bytes) -> int:
+    """How many of the ids that came the algorithm takes; none when it fails."""
+    try:
+        count = request.route.algorithm.receive(_view(request), ids, payload)
+    except Exception:  # code of users: its faults cost tokens of this request only
+        log.exception("route '%s': receive() failed; %d tokens are not taken", request.route.name, len(ids))
+        return 0
+    return max(0, min(count, len(ids)))
 
 
 def _view(request: Request) -> OutputView:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from algorithms.registry import AlgorithmError
-from ipc.messages import Message, Submit
+from ipc.messages import Message, Submit, Warm
 from models.config import ModelError
 from models.script import ScriptError
 from trouterd.child import Control, Refused
@@ -98,8 +98,9 @@ class WorkerProcess:
         self.worker.deliver(message)
 
     def _receive_stale(self, peer: str, message: Message) -> None:
-        """Meant for a dead predecessor. A submit was failed by the api when that one died; the rest answers itself."""
-        if not isinstance(message, Submit):
+        """Meant for a dead predecessor. What would only start something is over: the api failed that submit, and an entry that
+        counts on a prompt here is asked for it again. The rest answers itself."""
+        if not isinstance(message, Submit | Warm):
             self._receive(peer, message)
 
     def _progress(self) -> tuple[int, float]:

@@ -31,6 +31,10 @@ class Outbound:
         """The process is up and answers: requests may be handed to it."""
         return target not in self._down and target not in self._stalled
 
+    def is_down(self, target: int) -> bool:
+        """The process is dead and has not been replaced yet."""
+        return target in self._down
+
     def offer(self, target: int, message: Message) -> bool:
         """Send now, or False: the caller keeps what it wanted to give away."""
         return self.available(target) and not self._unsent.get(target) and self._send(target, message)

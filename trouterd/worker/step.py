@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,13 @@ from algorithms.base import StepResult
 from models.batch import Batch, IntArray, ModelRunner, PageTable, StepOutput
 from models.sampler import Edits, SamplingRows, sample
 from trouterd.worker.request import Request
+from trouterd.worker.route import WorkerRoute
 from trouterd.worker.scheduler import Chunk
+
+log = logging.getLogger(__name__)
+
+FAILED = -1
+"""Destination of a row whose algorithm failed."""
 
 
 @dataclass(slots=True)
@@ -22,6 +29,7 @@ class Outcome:
 
     tokens: list[int]
     destinations: list[int]
+    """0 = stay, k = the k-th other model of the route, FAILED."""
     seconds: float
 
 
@@ -155,9 +163,26 @@ def route(
             params=_param_rows(members),
             state=[r.scratch for r in members],
         )
-        for row, destination in zip(rows, members[0].route.algorithm.route(step).tolist(), strict=True):
+        for row, destination in zip(rows, _destinations(members[0].route, step), strict=True):
             destinations[row] = destination
     return destinations
+
+
+def _destinations(route: WorkerRoute, step: StepResult) -> list[int]:
+    """The algorithm's answer, or FAILED for every row that it has no proper answer for."""
+    count, models = len(step.state), len(route.workers)
+    try:
+        answer = [int(destination) for destination in route.algorithm.route(step).tolist()]
+    except Exception:  # code of users: its faults end the requests of this route, not their batch mates
+        log.exception("route '%s': route() failed; its %d requests end with an error", route.name, count)
+        return [FAILED] * count
+    if len(answer) != count:
+        log.error("route '%s': route() gave %d destinations for %d rows", route.name, len(answer), count)
+        return [FAILED] * count
+    wrong = {destination for destination in answer if not 0 <= destination < models}
+    if wrong:
+        log.error("route '%s': destinations %s, but the route has %d models", route.name, sorted(wrong), models)
+    return [FAILED if destination in wrong else destination for destination in answer]
 
 
 def _param_rows(members: Sequence[Request]) -> dict[str, torch.Tensor]:

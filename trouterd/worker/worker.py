@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -19,10 +19,7 @@ from ipc.messages import (
     NackReason,
     PeerReq,
     Submit,
-    Tokens,
-    TokenUpdate,
     Warm,
-    pack_ids,
 )
 from models.batch import ModelRunner
 from models.kv_cache import KvCache
@@ -32,12 +29,13 @@ from trouterd.worker.request import NO_TOKEN, Request, State
 from trouterd.worker.route import WorkerRoute
 from trouterd.worker.scheduler import Chunk, Scheduler
 from trouterd.worker.stats import Stats
-from trouterd.worker.step import Outcome, Stepper
+from trouterd.worker.step import FAILED, Outcome, Stepper
+from trouterd.worker.stream import TokenStream
 
 log = logging.getLogger(__name__)
 
-UPDATES_PER_MESSAGE = 256
-TOKENS_PER_MESSAGE = 8192
+ENDED = 4096
+"""Ended requests that a worker remembers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +90,18 @@ class Worker:
         )
         self.active_elsewhere: dict[int, int] = {}
         """Per entry worker: its active requests that have this worker in their route."""
+        self._ended: dict[int, None] = {}
+        """The latest requests that ended here: a third model's hop may arrive after the end, and is not to bring them back."""
         self._active_here: dict[int, int] = {}
         self._active_told: dict[int, int] = {}
+        self._untold = False
+        """A peer has not taken its latest count yet."""
         self.idle = asyncio.Event()
         """Set while no request is here."""
         self.idle.set()
         self._inbox: deque[Event] = deque()
         self._wake = asyncio.Event()
-        self._to_stream: dict[int, Request] = {}
-        """Requests with tokens, or an end, that have not been passed on yet."""
+        self.stream = TokenStream(index, self.outbound, self.handoffs)
         self._closing = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step")
 
@@ -160,7 +161,7 @@ class Worker:
 
     async def _wait(self) -> None:
         """Sleep until something arrives; look again soon while something waits for room in a ring."""
-        if not self._to_stream and not self.outbound.unsent:
+        if not self.stream and not self.outbound.unsent and not self._untold:
             await self._wake.wait()
             return
         try:
@@ -224,6 +225,9 @@ class Worker:
         if destination == 0:
             self._commit(request, token)
             return
+        if destination == FAILED:
+            self._fail(request)
+            return
         if keep and self._commit(request, token):
             return
         model = request.route.model_at(destination)
@@ -235,13 +239,14 @@ class Worker:
         reason, trim = request.finish_reason(token)
         request.append(token, request.route.side)
         self.stats.tokens += 1
-        self._to_stream[request.rid] = request
+        self.stream.add(request)
         if not reason:
             return False
         if request.is_entry:
             self._finish(request, reason, trim)
         else:
-            self.handoffs.finish(request, reason, trim)
+            self.handoffs.leave(request, reason, trim)
+            self._forget_orphan(request)
         return True
 
     def _not_taken(self, request: Request, held: int) -> None:
@@ -257,9 +262,9 @@ class Worker:
         if request.is_entry:
             self._finish(request, "error", 0, "the model failed while computing this answer")
             return
-        if request.state is not State.PENDING:
-            self.handoffs.refuse(request, NackReason.ERROR)
         request.warm = False
+        if request.state is not State.PENDING:
+            self._refuse(request, NackReason.ERROR)
         self.scheduler.release(request)
 
     def _refuse_blocked(self) -> bool:
@@ -267,15 +272,25 @@ class Worker:
         visitor = self.scheduler.blocked_visitor()
         if visitor is None:
             return False
-        self.handoffs.refuse(visitor, NackReason.FULL)
+        self._refuse(visitor, NackReason.FULL)
         return True
+
+    def _refuse(self, request: Request, reason: NackReason) -> None:
+        self.handoffs.refuse(request, reason)
+        self._forget_orphan(request)
+
+    def _forget_orphan(self, request: Request) -> None:
+        """Forget a visitor whose dead entry will never say that it is over: a hop of a third model brought it here later."""
+        if self.outbound.is_down(request.entry):
+            self.stream.drop(request.rid)
+            self._forget(request)
 
     # Ends
 
     def _finish(self, request: Request, reason: str, trim: int, error: str = "") -> None:
         """Entry: the answer is over; pass it on and tell everybody who knows the request."""
         request.finish, request.trim, request.error = reason, trim, error
-        self._to_stream[request.rid] = request
+        self.stream.add(request)
         self._forget(request)
         self.stats.finished[reason] += 1
 
@@ -283,13 +298,20 @@ class Worker:
         if self.requests.pop(request.rid, None) is None:
             return
         self.scheduler.remove(request)
+        self._note_end(request.rid)
         if request.is_entry:
-            for model, worker in enumerate(request.route.workers):
-                if worker != self.index and request.known[model] >= 0:
+            # Also to those that seem not to know of it: a third model may have told them.
+            for worker in request.route.workers:
+                if worker != self.index:
                     self.outbound.post(worker, Finish(request.rid))
             self._count_active(request, -1)
         if not self.requests:
             self.idle.set()
+
+    def _note_end(self, rid: int) -> None:
+        self._ended[rid] = None
+        if len(self._ended) > ENDED:
+            del self._ended[next(iter(self._ended))]
 
     def _count_active(self, request: Request, change: int) -> None:
         for worker in request.route.workers:
@@ -327,12 +349,19 @@ class Worker:
             return
         self._count_active(request, +1)
         request.known[0] = 0
-        self.scheduler.add(request)
         self.stats.submitted += 1
         self.stats.prompt_tokens += request.prompt_length
+        needed = request.prompt_length + submit.sampling.max_tokens
+        if request.prompt_length and needed <= self.kv.max_context:
+            self.scheduler.add(request)
+        else:
+            self._finish(
+                request, "error", 0, f"{needed} tokens of prompt and answer; the model takes {self.kv.max_context}"
+            )
 
     def _on_warm(self, warm: Warm) -> None:
-        if warm.submit.rid in self.requests:
+        rid = warm.submit.rid
+        if rid in self.requests or rid in self._ended or self.outbound.is_down(warm.entry):
             return
         request = self._open(warm.submit, warm.entry)
         if request is not None:
@@ -353,23 +382,31 @@ class Worker:
         if message.entry == self.index:
             self.handoffs.resume(message)
             return
+        if message.rid in self._ended:
+            self.stats.stale_messages += 1
+            return
         if message.submit is not None and message.rid not in self.requests:
             self._open(message.submit, message.entry)
         self.handoffs.take(message)
 
     def _tokens_from_peer(self, request: Request) -> None:
         """Entry: a peer's tokens, and perhaps its end, are in the request."""
-        self._to_stream[request.rid] = request
+        self.stream.add(request)
         if request.over:
             self._finish(request, request.finish, request.trim)
+        elif request.state is State.PENDING and not self.outbound.available(request.route.workers[request.holder]):
+            # Lost before this word of its new holder came.
+            self.handoffs.reclaim(request)
+            self._resume_alone(request)
 
     def _on_end(self, event: Abort | Finish) -> None:
         request = self.requests.get(event.rid)
         if request is None:
+            self._note_end(event.rid)
             return
         if request.is_entry:
             self.stats.finished["abort"] += 1
-        self._to_stream.pop(request.rid, None)
+        self.stream.drop(request.rid)
         self._forget(request)
 
     def _on_nack(self, message: Nack) -> None:
@@ -400,13 +437,13 @@ class Worker:
         model = request.route.workers.index(event.index)
         if event.state == "down":
             request.known[model] = -1
-        if request.state is State.PENDING and request.holder == model:
+        if request.state is State.PENDING and model in (request.holder, request.giver):
             self.handoffs.reclaim(request)
             self._resume_alone(request)
 
     def _drop(self, requests: list[Request]) -> None:
         for request in requests:
-            self._to_stream.pop(request.rid, None)
+            self.stream.drop(request.rid)
             self._forget(request)
 
     # Passing on
@@ -414,61 +451,19 @@ class Worker:
     def _pass_on(self) -> None:
         """Send new tokens to the api (entry) or the entry (visitor), and what is left from before."""
         self.outbound.flush()
-        if self._to_stream:
-            self._stream_tokens()
+        if self.stream:
+            self.stream.send()
+        self._untold = False
         for worker, count in self._active_here.items():
-            told = self._active_told.get(worker, 0)
-            if worker != self.index and told != count and self.outbound.offer(worker, Active(self.index, count)):
+            if worker == self.index or self._active_told.get(worker, 0) == count:
+                continue
+            if self.outbound.offer(worker, Active(self.index, count)):
                 self._active_told[worker] = count
-
-    def _stream_tokens(self) -> None:
-        batch: list[Request] = []
-        for request in list(self._to_stream.values()):
-            if request.is_entry:
-                batch.append(request)
-            elif request.state is State.PENDING or self.handoffs.stream(request, self.index):
-                # A visitor that left took its tokens along.
-                del self._to_stream[request.rid]
-        for part in _parts(batch):
-            if not self.outbound.offer(API, Tokens(tuple(_update(r) for r in part))):
-                return
-            for request in part:
-                request.streamed = request.output_length
-                del self._to_stream[request.rid]
-
-
-def _parts(batch: list[Request]) -> Iterator[list[Request]]:
-    """Groups of requests whose news fit one message: many at once only pile up while the api does not read."""
-    part: list[Request] = []
-    tokens = 0
-    for request in batch:
-        news = request.output_length - request.streamed
-        if part and (tokens + news > TOKENS_PER_MESSAGE or len(part) == UPDATES_PER_MESSAGE):
-            yield part
-            part, tokens = [], 0
-        part.append(request)
-        tokens += news
-    if part:
-        yield part
+            elif self.outbound.available(worker):
+                self._untold = True
 
 
 def _may_leave(request: Request) -> bool:
     """Whether the algorithm is asked: not where it would drop one more token after `max_stall` hand-offs without progress."""
     route = request.route
     return len(route.workers) > 1 and (route.algorithm.keep_sample or request.stall < route.max_stall)
-
-
-def _update(request: Request) -> TokenUpdate:
-    """What the api has not seen of a request."""
-    seq = request.streamed
-    return TokenUpdate(
-        rid=request.rid,
-        seq=seq,
-        ids=pack_ids(request.tokens[request.prompt_length + seq :]),
-        writers=bytes(request.writers[seq:]),
-        finish=request.finish,
-        trim=request.trim,
-        handoffs=request.handoffs,
-        error=request.error,
-        pending_us=request.pending_ns // 1000,
-    )
