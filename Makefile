@@ -3,7 +3,7 @@
 # PYTHON       interpreter for the virtual environment (3.11 or newer)
 # VENV         where the virtual environment lives
 # TORCH_INDEX  package index to take torch from; empty: pip's own. On a machine without a GPU, an index of CPU builds saves
-#              gigabytes: make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
+#              gigabytes: make setup TORCH_INDEX=URL
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=

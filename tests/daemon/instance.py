@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -228,4 +227,4 @@ async def gone(pids: list[int], seconds: float) -> bool:
 
 def shared_segments() -> set[str]:
     """Names of our segments in shared memory."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith("trouterd-")}  # noqa: S108
+    return {path.name for path in Path("/dev/shm").glob("trouterd-*")}  # noqa: S108

@@ -34,13 +34,18 @@ class Notifier:
             return
         try:
             self._socket.sendto("\n".join(lines).encode(), self._address)
+        except BlockingIOError:
+            log.warning("the service manager does not read its notifications; one is lost")
         except OSError as error:
-            log.warning("cannot notify the service manager at %r: %s", self._address, error)
+            # It is gone, and started us without wanting to know more: saying so at every tick helps nobody.
+            log.warning("the service manager at %r is gone (%s); it is not notified any more", self._address, error)
+            self.close()
 
     def close(self) -> None:
         """Close the socket."""
         if self._socket:
             self._socket.close()
+            self._socket = None
 
 
 class InheritedSockets:
