@@ -23,10 +23,10 @@ class Chunk:
 class Scheduler:
     """Continuous batching with mixed decode, extend and prefill rows.
 
-    Order of service in a step: decode rows, extends of a few tokens and prefill chunks of running requests, admissions, then
-    prefill of visitors that are still with their entry. Room is made, in this order, from unreferenced cached pages, from KV
-    of visitors that are away, and by preempting the newest running request (recompute). A pending request of this entry is
-    never touched.
+    Order of service in a step: running requests that got nothing in the last one; decode rows, extends of a few tokens and
+    prefill chunks of the others; admissions; then, if nobody waits, prefill of visitors that are still with their entry.
+    Room is made, in this order, from unreferenced cached pages, from KV of visitors that are away, and by preempting the
+    newest running request (recompute). A pending request of this entry is never touched.
     """
 
     def __init__(self, kv: KvCache, max_batch_tokens: int) -> None:
@@ -36,12 +36,16 @@ class Scheduler:
         self.running: list[Request] = []
         self.away: dict[int, Request] = {}
         """Visitors that are with another model, least recently here first; their KV is what a full pool gives up first."""
+        self._cold: dict[int, Request] = {}
+        """Those of them whose prompts are to be prefilled."""
+        self._overdue: set[int] = set()
+        """Running requests that got no row in the last step, for lack of budget or pages."""
         self.preemptions = 0
         self.evictions = 0
 
     def add(self, request: Request, *, front: bool = False) -> None:
         """A request is here now: new, or back from a peer."""
-        self.away.pop(request.rid, None)
+        self._not_away(request)
         if request.slot == NO_SLOT:
             request.state = State.WAITING
             (self.waiting.appendleft if front else self.waiting.append)(request)
@@ -56,11 +60,13 @@ class Scheduler:
         request.state = State.PENDING
         if not request.is_entry:
             self.away[request.rid] = request
+            if request.warm:
+                self._cold[request.rid] = request
 
     def remove(self, request: Request) -> None:
         """A request is over, or unknown here from now on: release everything."""
         self._dequeue(request)
-        self.away.pop(request.rid, None)
+        self._not_away(request)
         self.release(request)
 
     def release(self, request: Request) -> None:
@@ -92,9 +98,13 @@ class Scheduler:
                 chunks.append(Chunk(request, count, count == request.unfed))
                 budget -= count
         budget -= self._admit(chunks, planned, budget)
-        self._warm(chunks, budget)
-        if len(planned) < len(self.running) and budget == 0:
+        if not self.waiting:
+            # A warm visitor runs without waiting: it would overtake them.
+            self._warm(chunks, budget)
+        self._overdue.clear()
+        if len(planned) < len(self.running):
             self.running.sort(key=lambda r: r.rid in planned)
+            self._overdue.update(r.rid for r in self.running if r.rid not in planned)
         return chunks
 
     def blocked_visitor(self) -> Request | None:
@@ -110,8 +120,11 @@ class Scheduler:
         return {"waiting": len(self.waiting), "running": len(self.running), "away": len(self.away)}
 
     def _service_order(self) -> Iterator[Request]:
-        """Running requests, single decode rows first."""
-        snapshot = list(self.running)
+        """Running requests: overdue ones, then single decode rows."""
+        snapshot, overdue = list(self.running), self._overdue
+        if overdue:
+            yield from (r for r in snapshot if r.rid in overdue)
+            snapshot = [r for r in snapshot if r.rid not in overdue]
         yield from (r for r in snapshot if r.unfed == 1)
         yield from (r for r in snapshot if r.unfed > 1)
 
@@ -137,11 +150,12 @@ class Scheduler:
 
     def _warm(self, chunks: list[Chunk], budget: int) -> None:
         """Prefill prompts of visitors that are still with their entry, from free pages only."""
-        for request in self.away.values():
+        for request in list(self._cold.values()):
             if budget == 0:
                 return
             target = request.prompt_length - 1
             if not request.warm or request.fed >= target:
+                del self._cold[request.rid]
                 continue
             if request.slot == NO_SLOT and not self._attach(request):
                 return
@@ -205,6 +219,10 @@ class Scheduler:
         self.add(victim, front=True)
         self.preemptions += 1
         return True
+
+    def _not_away(self, request: Request) -> None:
+        self.away.pop(request.rid, None)
+        self._cold.pop(request.rid, None)
 
     def _leave_one_unfed(self, request: Request) -> None:
         """A request that is here needs the logits of its last token, so that one must be fed (again)."""
