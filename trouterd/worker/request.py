@@ -75,6 +75,8 @@ class Request:
     finish: str = ""
     trim: int = 0
     error: str = ""
+    error_status: int = 500
+    """HTTP status that goes with `error`."""
 
     @classmethod
     def open(cls, submit: Submit, route: WorkerRoute, entry: int, now_ns: int) -> Request:

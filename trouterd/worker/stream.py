@@ -77,5 +77,6 @@ def _update(request: Request) -> TokenUpdate:
         trim=request.trim,
         handoffs=request.handoffs,
         error=request.error,
+        status=request.error_status,
         pending_us=request.pending_ns // 1000,
     )

@@ -253,6 +253,7 @@ class Worker:
         """A hand-off failed: go on alone with the held token, or fail the request, by the route's policy."""
         self.stats.fallbacks += 1
         if request.route.on_peer_loss == "fail" and request.is_entry:
+            request.error_status = 503
             self._finish(request, "error", 0, "a model of the route is not available (on_peer_loss = fail)")
         elif held != NO_TOKEN:
             self._commit(request, held)
