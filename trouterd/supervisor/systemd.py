@@ -23,6 +23,7 @@ class Notifier:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) if address else None
         if self._socket:
             self._socket.setblocking(False)
+        self._complained = False
         usec, pid = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", "")
         mine = not pid or pid == str(os.getpid())
         self.watchdog_seconds = int(usec) / 1e6 if usec.isdigit() and mine else 0.0
@@ -35,7 +36,9 @@ class Notifier:
         try:
             self._socket.sendto("\n".join(lines).encode(), self._address)
         except OSError as error:
-            log.warning("cannot notify the service manager at %r: %s", self._address, error)
+            if not self._complained:
+                log.warning("cannot notify the service manager at %r: %s", self._address, error)
+            self._complained = True
 
     def close(self) -> None:
         """Close the socket."""
