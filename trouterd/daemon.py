@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import tempfile
@@ -32,29 +33,33 @@ class Daemon:
         self._arguments = arguments
         self._ready_timeout = ready_timeout
         self._process: subprocess.Popen[bytes] | None = None
+        self._resources = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         """
         Raises:
             DaemonError: it exited, or was not ready in time.
         """
-        with tempfile.TemporaryDirectory(prefix="trouterd-") as folder:
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="trouterd-"))
             address = str(Path(folder) / "notify")
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
-                notify.bind(address)
-                notify.settimeout(_POLL)
-                self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                    module_command("trouterd.cli", "serve", *self._arguments),
-                    env=environment(NOTIFY_SOCKET=address),
-                    process_group=0,  # a terminal's Ctrl-C reaches the script, which drains us
-                )
-                self._wait_ready(self._process, notify)
+            notify = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+            notify.bind(address)
+            notify.settimeout(_POLL)
+            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                module_command("trouterd.cli", "serve", *self._arguments),
+                env=environment(NOTIFY_SOCKET=address),
+                process_group=0,  # a terminal's Ctrl-C reaches the script, which drains us
+            )
+            stack.callback(self.stop)
+            self._wait_ready(self._process, notify)
+            self._resources = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        self._resources.close()
 
     @property
     def pid(self) -> int:
@@ -77,6 +82,5 @@ class Daemon:
                     return
             except TimeoutError:
                 if time.monotonic() > deadline:
-                    self.stop()
                     raise DaemonError(f"the daemon was not ready within {self._ready_timeout:g} s") from None
         raise DaemonError(f"the daemon exited with code {process.returncode} before it was ready")

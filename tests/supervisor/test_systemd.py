@@ -69,6 +69,25 @@ def test_watchdog_is_fed_while_workers_make_progress(start: Start) -> None:
     daemon.wait_for(lambda: daemon.notifications().count("WATCHDOG=1") >= 3, "signs of life")
 
 
+def test_no_sign_of_life_where_none_is_wanted(start: Start) -> None:
+    daemon = start().wait_ready()
+    daemon.signal(signal.SIGTERM)
+    assert daemon.wait() == 0
+    daemon.notifications()
+    assert "WATCHDOG=1" not in daemon.lines
+    assert "STOPPING=1" in daemon.lines
+
+
+def test_manager_that_is_gone_is_mentioned_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    notifier = Notifier({"NOTIFY_SOCKET": str(tmp_path / "gone")})
+    notifier.send("READY=1")
+    notifier.send("WATCHDOG=1")
+    notifier.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"cannot notify the service manager at '{tmp_path}/gone': [Errno 2] No such file or directory"
+    ]
+
+
 def test_notification_reaches_an_abstract_socket() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(f"\0trouterd-test-{os.getpid()}")

@@ -178,7 +178,7 @@ class Supervisor:
                 self._fleet.tick(now)
             except Exception:
                 log.exception("supervisor tick failed")
-            if not self._fleet.stalled:
+            if self._notifier.watchdog_seconds and not self._fleet.stalled:
                 self._notifier.send("WATCHDOG=1")
 
     async def _end(self) -> int:

@@ -23,6 +23,7 @@ class Notifier:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) if address else None
         if self._socket:
             self._socket.setblocking(False)
+        self._complained = False
         usec, pid = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", "")
         mine = not pid or pid == str(os.getpid())
         self.watchdog_seconds = int(usec) / 1e6 if usec.isdigit() and mine else 0.0
@@ -34,18 +35,15 @@ class Notifier:
             return
         try:
             self._socket.sendto("\n".join(lines).encode(), self._address)
-        except BlockingIOError:
-            log.warning("the service manager does not read its notifications; one is lost")
         except OSError as error:
-            # It is gone, and started us without wanting to know more: saying so at every tick helps nobody.
-            log.warning("the service manager at %r is gone (%s); it is not notified any more", self._address, error)
-            self.close()
+            if not self._complained:
+                log.warning("cannot notify the service manager at %r: %s", self._address, error)
+            self._complained = True
 
     def close(self) -> None:
         """Close the socket."""
         if self._socket:
             self._socket.close()
-            self._socket = None
 
 
 class InheritedSockets:

@@ -1,0 +1,33 @@
+"""A daemon as a script's child: readiness, failure, draining."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from trouterd import ctl
+from trouterd.cli import DEMO_CONFIG
+from trouterd.daemon import Daemon, DaemonError
+
+
+def test_ready_inside_and_gone_afterwards(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The built-in pair, as `trouterd demo` starts it: out of the package, with no file but this one."""
+    (tmp_path / "trouterd.toml").write_text(DEMO_CONFIG)
+    with Daemon(["-c", str(tmp_path / "trouterd.toml")]) as daemon:
+        assert ctl.main(["--control", str(tmp_path / "trouterd.ctl"), "status"]) == ctl.EXIT_OK
+        assert "ready" in capfd.readouterr().out.splitlines()[0]
+        pid = daemon.pid
+    assert daemon.stop() == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert "WARNING" not in capfd.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trouterd.toml"]
+
+
+def test_daemon_that_cannot_start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "trouterd.toml").write_text("[server]\n")
+    with pytest.raises(DaemonError, match="exited with code 78"), Daemon(["-c", str(tmp_path / "trouterd.toml")]):
+        pass
+    assert "no model is configured" in capfd.readouterr().err

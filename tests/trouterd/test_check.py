@@ -1,0 +1,90 @@
+"""`trouterd check`: mistakes that only the models' and algorithms' own code can see."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trouterd.check import deep_problems
+from trouterd.config import Config, Model, Route
+from trouterd.demo import LARGE_DIRECTORY, SMALL_DIRECTORY
+
+
+def config(small: Path = SMALL_DIRECTORY, large: Path = LARGE_DIRECTORY, **route: Any) -> Config:
+    """The demo pair, with other directories or another route."""
+    settings = {"algorithm": "entropy", "params": {"threshold": 0.3}} | route
+    return Config(
+        models={"small": Model(path=str(small)), "large": Model(path=str(large))},
+        routes={"r": Route(models=["small", "large"], **settings)},
+    )
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The large model's directory without its weights: nothing here needs them."""
+    folder = tmp_path / "copy"
+    shutil.copytree(LARGE_DIRECTORY, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    return folder
+
+
+def test_demo_pair_is_in_order() -> None:
+    assert deep_problems(config()) == []
+
+
+def test_weights_are_not_looked_at(copy: Path) -> None:
+    assert deep_problems(config(large=copy)) == []
+
+
+def test_tokenizers_that_differ_name_both_models(copy: Path) -> None:
+    file = copy / "tokenizer.json"
+    tree = json.loads(file.read_text())
+    vocabulary = tree["model"]["vocab"]
+    first, second = (token for token, index in vocabulary.items() if index in (100, 101))
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(tree))
+    (problem,) = deep_problems(config(large=copy))
+    assert problem.startswith("routes.r.models: the tokenizers of 'small' and 'large' differ: ")
+
+
+def test_every_broken_file_is_named(copy: Path) -> None:
+    (copy / "config.json").write_text("{}")
+    (copy / "tokenizer.json").unlink()
+    shape, tokenizer = deep_problems(config(large=copy))
+    assert shape.startswith("models.large.path: ")
+    assert str(copy / "config.json") in shape
+    assert tokenizer.startswith("models.large.path: ")
+    assert "tokenizer.json" in tokenizer
+
+
+@pytest.mark.parametrize(
+    ("route", "key"),
+    [
+        ({"algorithm": "entropie"}, "routes.r.algorithm"),
+        ({"params": {"threshold": -1}}, "routes.r.params.threshold"),
+        ({"params": {"threshold": 0.3, "treshold": 1}}, "routes.r.params.treshold"),
+        ({"params": {}}, "routes.r.params.threshold"),
+    ],
+)
+def test_algorithm_mistakes_name_their_key(route: dict[str, Any], key: str) -> None:
+    (problem,) = deep_problems(config(**route))
+    assert problem.startswith(f"{key}: ")
+
+
+def test_script_file(tmp_path: Path) -> None:
+    script = tmp_path / "s.json"
+    script.write_text('{"vocab_size": "many"}')
+    models = {"s": Model(path=str(script), format="script", tokenizer=str(SMALL_DIRECTORY))}
+    (problem,) = deep_problems(Config(models=models))
+    assert problem.startswith("models.s.path: ")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this host has CUDA")
+def test_device_that_is_not_there() -> None:
+    models = {"small": Model(path=str(SMALL_DIRECTORY), device="cuda:0")}
+    (problem,) = deep_problems(Config(models=models))
+    assert problem.startswith("models.small.device: cuda:0, but this host")
