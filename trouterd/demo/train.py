@@ -213,6 +213,7 @@ def main() -> None:
         "question": problems[0].question,
         "solution": problems[0].solution,
         "seed": options.seed,
+        "rows": options.rows,
         "report_seed": REPORT_SEED,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
