@@ -178,14 +178,22 @@ def parse_stream(status: int, headers: Any, raw: str) -> Stream:
 
 
 @dataclass
-class Endpoint:
-    """A served application and a client of it."""
+class Client:
+    """A client of a served application, and what serves it."""
 
     session: aiohttp.ClientSession
-    engine: EngineClient
-    workers: ScriptedWorkers
-    catalog: Catalog
+    services: Services
     socket: Path
+
+    @property
+    def engine(self) -> EngineClient:
+        """The application's."""
+        return self.services.engine
+
+    @property
+    def catalog(self) -> Catalog:
+        """The application's."""
+        return self.services.catalog
 
     async def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, dict[str, Any]]:
         """POST a body (bytes as they are, anything else as JSON); status and JSON answer."""
@@ -216,6 +224,13 @@ class Endpoint:
         self.engine.on_peer_state(PeerState(name=name, state=state, epoch=epoch, pid=1))
 
 
+@dataclass
+class Endpoint(Client):
+    """A client of an application in front of scripted workers."""
+
+    workers: ScriptedWorkers
+
+
 def chat_body(**fields: Any) -> dict[str, Any]:
     """A chat request with one user message 'x'."""
     return {"model": "demo", "messages": [{"role": "user", "content": "x"}]} | fields
@@ -239,6 +254,23 @@ async def _check_params(route: str, params: dict[str, float]) -> dict[str, float
 
 async def _no_metrics() -> list[Family]:
     return []
+
+
+@contextlib.asynccontextmanager
+async def listening(
+    folder: Path, services: Services, settings: Config
+) -> AsyncIterator[tuple[aiohttp.ClientSession, Path]]:
+    """Serve on a unix socket in `folder`; a client session for it, and its path."""
+    app = build_app(services, max_body_bytes=settings.server.max_body_bytes)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    socket = folder / "api.sock"
+    await web.UnixSite(runner, str(socket), backlog=1024).start()
+    try:
+        async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(path=str(socket), limit=0)) as session:
+            yield session, socket
+    finally:
+        await runner.cleanup()
 
 
 @contextlib.asynccontextmanager
@@ -269,20 +301,13 @@ async def serve(
         census=FieldCensus(engine.metrics),
         api_keys=api_keys,
     )
-    app = build_app(services, max_body_bytes=settings.server.max_body_bytes)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    socket = folder / "api.sock"
-    await web.UnixSite(runner, str(socket), backlog=1024).start()
-    connector = aiohttp.UnixConnector(path=str(socket), limit=0)
     try:
-        async with aiohttp.ClientSession(connector=connector) as session:
-            endpoint = Endpoint(session, engine, workers, catalog, socket)
+        async with listening(folder, services, settings) as (session, socket):
+            endpoint = Endpoint(session, services, socket, workers)
             if up:
                 for name in settings.models:
                     endpoint.report(name, "up")
             yield endpoint
     finally:
-        await runner.cleanup()
         await workers.aclose()
     assert not engine.report(), "requests were left behind"
