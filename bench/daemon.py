@@ -1,104 +1,53 @@
-"""Starts a trouterd for a benchmark, and reads what its processes cost."""
+"""A trouterd for a benchmark, and what its processes cost."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
-import signal
+import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+from trouterd.daemon import Daemon
 
-START_TIMEOUT = 120.0
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
-class Daemon:
-    """A running trouterd with its sockets."""
+class Served:
+    """A running daemon's sockets."""
 
     socket: Path
     control: Path
 
-    def session(self) -> aiohttp.ClientSession:
-        """HTTP over the daemon's unix socket."""
-        return aiohttp.ClientSession(
-            connector=aiohttp.UnixConnector(str(self.socket), limit=0),
-            base_url="http://trouterd",
-            timeout=aiohttp.ClientTimeout(total=None),
-        )
+    def ctl(self, *arguments: str) -> Any:
+        """What `trouterctl --json` prints.
 
-    async def ctl(self, *arguments: str) -> Any:
-        """Run trouterctl with --json and return what it printed."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "trouterd.ctl",
-            "--control",
-            str(self.control),
-            "--json",
-            *arguments,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        output, _ = await process.communicate()
-        if process.returncode != 0:
-            raise RuntimeError(f"trouterctl {' '.join(arguments)} exited with {process.returncode}")
-        return json.loads(output)
+        Raises:
+            subprocess.CalledProcessError: it failed; its message is on standard error.
+        """
+        command = [sys.executable, "-m", "trouterd.ctl", "--control", str(self.control), "--json", *arguments]
+        return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 
-    async def cpu_seconds(self) -> dict[str, float]:
+    def cpu_seconds(self) -> dict[str, float]:
         """User and system time of every process of the daemon so far, by name."""
-        status = await self.ctl("status")
-        return {process["name"]: _cpu(process["pid"]) for process in status["processes"]}
+        return {process["name"]: _cpu(process["pid"]) for process in self.ctl("status")["processes"]}
 
 
 def _cpu(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
+    return float(int(fields[11]) + int(fields[12])) / _TICKS
 
 
-@contextlib.asynccontextmanager
-async def running(folder: Path, config: str) -> AsyncIterator[Daemon]:
-    """A daemon with this configuration text, its files and sockets in `folder`; drained at the end.
-
-    Raises:
-        RuntimeError: it did not become ready.
-    """
+@contextlib.contextmanager
+def running(folder: Path, config: str) -> Iterator[Served]:
+    """A daemon with this configuration text, its files and sockets in `folder`; drained at the end."""
     file = folder / "trouterd.toml"
     file.write_text(config)
-    daemon = Daemon(folder / "api.sock", folder / "api.ctl")
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "trouterd.cli",
-        "serve",
-        "-c",
-        str(file),
-        "--socket",
-        str(daemon.socket),
-        "--control",
-        str(daemon.control),
-    )
-    try:
-        await _ready(daemon, process)
-        yield daemon
-    finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGTERM)
-            await process.wait()
-
-
-async def _ready(daemon: Daemon, process: asyncio.subprocess.Process) -> None:
-    async with asyncio.timeout(START_TIMEOUT), daemon.session() as session:
-        while process.returncode is None:
-            with contextlib.suppress(aiohttp.ClientError):
-                async with session.get("/ready") as answer:
-                    if answer.status == 200:
-                        return
-            await asyncio.sleep(0.1)
-    raise RuntimeError(f"trouterd exited with {process.returncode} before it was ready")
+    served = Served(folder / "api.sock", folder / "api.ctl")
+    with Daemon(["-c", str(file), "--socket", str(served.socket), "--control", str(served.control)]):
+        yield served

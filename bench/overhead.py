@@ -11,19 +11,19 @@ when the peer is idle.
 from __future__ import annotations
 
 import argparse
-import asyncio
-import importlib.resources
 import json
 import os
 import platform
 import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.daemon import Daemon, running
+from bench.daemon import Served, running
+from trouterd.demo import SMALL_DIRECTORY
 
 LETTERS = 64
 """Ids of the script: the first ordinary ones of the vocabulary."""
@@ -32,7 +32,7 @@ WARM_UP_TOKENS = 64
 
 def configuration(folder: Path, share: float) -> str:
     """Two scripted models and the route over them; writes the script files."""
-    tokenizer = Path(str(importlib.resources.files("trouterd.demo") / "small"))
+    tokenizer = SMALL_DIRECTORY
     vocabulary = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
     lines = ["[server]"]
     for name, first in (("small", 100), ("large", 200)):
@@ -44,29 +44,25 @@ def configuration(folder: Path, share: float) -> str:
     return "\n".join(lines) + "\n"
 
 
-async def generate(daemon: Daemon, model: str, streams: int, tokens: int) -> dict[str, Any]:
+def generate(daemon: Served, model: str, streams: int, tokens: int) -> dict[str, Any]:
     """Run the load generator in its own process."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     arguments = [f"--socket={daemon.socket}", f"--model={model}", f"--streams={streams}", f"--tokens={tokens}"]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "bench.load", *arguments, stdout=asyncio.subprocess.PIPE
-    )
-    output, _ = await process.communicate()
-    if process.returncode != 0:
-        raise RuntimeError(f"the load generator exited with {process.returncode}")
+    command = [sys.executable, "-m", "bench.load", *arguments]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     result: dict[str, Any] = json.loads(output)
     result["client_cpu"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return result
 
 
-async def measure(daemon: Daemon, model: str, streams: int, tokens: int) -> dict[str, Any]:
+def measure(daemon: Served, model: str, streams: int, tokens: int) -> dict[str, Any]:
     """One run: token/s, CPU microseconds per token by process, hand-offs and their latency."""
-    before = await daemon.cpu_seconds()
-    result = await generate(daemon, model, streams, tokens)
-    after = await daemon.cpu_seconds()
+    before = daemon.cpu_seconds()
+    result = generate(daemon, model, streams, tokens)
+    after = daemon.cpu_seconds()
     count = result["tokens"]
-    latency = {name: w["handoff_us"] for name, w in (await daemon.ctl("status"))["workers"].items()}
+    latency = {name: w["handoff_us"] for name, w in daemon.ctl("status")["workers"].items()}
     return {
         "tokens_per_second": count / result["seconds"],
         "cpu_us_per_token": {name: (after[name] - before[name]) / count * 1e6 for name in before},
@@ -77,23 +73,24 @@ async def measure(daemon: Daemon, model: str, streams: int, tokens: int) -> dict
     }
 
 
-async def benchmark(streams: int, tokens: int, share: float, repeats: int) -> dict[str, Any]:
-    """All runs of one daemon: busy, one stream, and a single model for comparison."""
-    with tempfile.TemporaryDirectory() as folder:
-        async with running(Path(folder), configuration(Path(folder), share)) as daemon:
-            await generate(daemon, "demo", streams, WARM_UP_TOKENS)
-            busy = [await measure(daemon, "demo", streams, tokens) for _ in range(repeats)]
-            single = [await measure(daemon, "small", streams, tokens) for _ in range(repeats)]
-            lone = [await measure(daemon, "demo", 1, tokens) for _ in range(repeats)]
+def measured(share: float, model: str, streams: int, tokens: int, repeats: int) -> list[dict[str, Any]]:
+    """Repeated runs on a daemon of their own, whose hand-off latencies are therefore those of these runs alone."""
+    with tempfile.TemporaryDirectory() as folder, running(Path(folder), configuration(Path(folder), share)) as daemon:
+        generate(daemon, model, streams, WARM_UP_TOKENS)
+        return [measure(daemon, model, streams, tokens) for _ in range(repeats)]
+
+
+def benchmark(streams: int, tokens: int, share: float, repeats: int) -> dict[str, Any]:
+    """All figures: routed and one model under load, and one routed stream."""
     return {
         "machine": f"{os.cpu_count()} cores, {_processor()}, Python {platform.python_version()}",
         "load_average": os.getloadavg()[0],
         "streams": streams,
         "tokens": tokens,
         "share": share,
-        "routed": busy,
-        "single_model": single,
-        "one_stream": lone,
+        "routed": measured(share, "demo", streams, tokens, repeats),
+        "single_model": measured(share, "small", streams, tokens, repeats),
+        "one_stream": measured(share, "demo", 1, 4 * tokens, repeats),
     }
 
 
@@ -105,7 +102,7 @@ def _processor() -> str:
 
 
 def _median(runs: list[dict[str, Any]], key: str) -> float:
-    return statistics.median(run[key] for run in runs)
+    return float(statistics.median(run[key] for run in runs))
 
 
 def report(result: dict[str, Any]) -> str:
@@ -140,7 +137,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    result = asyncio.run(benchmark(options.streams, options.tokens, options.share, options.repeats))
+    result = benchmark(options.streams, options.tokens, options.share, options.repeats)
     print(report(result))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))
