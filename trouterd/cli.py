@@ -32,7 +32,7 @@ path = "builtin:large"
 [routes.demo]
 models = ["small", "large"]
 algorithm = "entropy"
-params = { threshold = 0.3 }
+params = { threshold = 0.2 }
 """
 
 
