@@ -22,7 +22,7 @@ WAIT = 1000  # ms
 def produce(segment: SharedSegment, data: int, core: str) -> None:
     """Pushes until killed."""
     producer = RingProducer(segment, data, core=load_core(core))
-    choose = random.Random(1)  # noqa: S311 - a schedule, not a secret
+    choose = random.Random(1)
     pauses = [range(choose.randrange(60)) for _ in range(1024)]
     number = 0
     while True:

@@ -71,7 +71,7 @@ class Fuzz:
     def __init__(self, core: Core, kills: int, seed: int, point: str | None) -> None:
         self.core = core
         self.kills = kills
-        self.random = random.Random(seed)  # noqa: S311 - a schedule, not a secret
+        self.random = random.Random(seed)
         self.point = point
         self.segment = SharedSegment.create(SPEC)
         self.data, self.space = create_event(), create_event()

@@ -93,7 +93,7 @@ def test_an_impossible_head_is_detected(name: str, bit: int) -> None:
 def test_without_a_checksum_damage_never_crashes(pair: tuple[str, str]) -> None:
     """Random damage anywhere in the published bytes: wrong messages may come out, but none longer than the ring."""
     spec = RingSpec(ring_id=1, capacity=4096, max_record=1024, checksum=False)
-    choose = random.Random(1)  # noqa: S311 - a repeatable choice
+    choose = random.Random(1)
     poisoned = 0
     for _ in range(400):
         with open_ring(spec, *pair, start=16 * choose.randrange(256)) as ring:
