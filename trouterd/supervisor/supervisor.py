@@ -44,19 +44,16 @@ class Supervisor:
         *,
         modules: Mapping[str, str] = ROLE_MODULES,
         reload: Callable[[], Config] | None = None,
-        on_ready: Callable[[], None] | None = None,
     ) -> None:
         """
         Args:
             config: as `trouterd.settings.load` gives it.
             modules: Python modules of the roles 'api' and 'worker'.
             reload: reads the configuration again, on SIGHUP.
-            on_ready: called once when every process is ready for the first time.
         """
         self._config = config
         self._modules = modules
         self._reload = reload
-        self._on_first_ready = on_ready
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
         self._failure = 0
@@ -142,9 +139,6 @@ class Supervisor:
         where = " and ".join(self._listeners.addresses)
         log.info("ready: %s", where)
         self._notifier.send("READY=1", f"STATUS=serving on {where}")
-        if self._on_first_ready is not None:
-            self._on_first_ready()
-            self._on_first_ready = None
 
     def _fail(self, code: int, message: str) -> None:
         """Give up: one line, then end at once."""

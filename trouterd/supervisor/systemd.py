@@ -36,6 +36,7 @@ class Notifier:
         try:
             self._socket.sendto("\n".join(lines).encode(), self._address)
         except OSError as error:
+            # Said once, tried on: a manager that is busy or restarts itself must not miss the watchdog's next sign.
             if not self._complained:
                 log.warning("cannot notify the service manager at %r: %s", self._address, error)
             self._complained = True
