@@ -143,14 +143,16 @@ class Cluster:
         rid = next(self._rids)
         values = {"seed": 0, "max_tokens": 32, "temperature": 0.0} | sampling
         answer = self.answers[rid] = Answer()
-        entry = self.config.all_routes()[route].models[0]
-        self.workers[entry].deliver(Submit(rid, route, pack_ids(prompt), Sampling(**values), params or {}))
+        self.deliver(self._entry(route), Submit(rid, route, pack_ids(prompt), Sampling(**values), params or {}))
         return rid, answer
 
     def abort(self, rid: int, route: str) -> None:
         """What the api does when a client goes away."""
         self.answers.pop(rid, None)
-        self.workers[self.config.all_routes()[route].models[0]].deliver(Abort(rid))
+        self.deliver(self._entry(route), Abort(rid))
+
+    def _entry(self, route: str) -> int:
+        return self.names.index(self.config.all_routes()[route].models[0])
 
     async def generate(
         self, route: str, prompt: Sequence[int], params: dict[str, float] | None = None, **sampling: Any

@@ -7,9 +7,10 @@ how much of what it had sent, who is stopped for a while, when the supervisor's 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ipc.messages import Active, Message, Nack, PeerReq, Submit, Warm
@@ -96,11 +97,21 @@ class Network:
         if self.states[entry] == "down":
             job.lost = True
             return
-        worker = self.cluster.workers[self.cluster.names[entry]]
-        deliver = worker.deliver
-        worker.deliver = lambda event: self.rings[API, entry].append(event)  # type: ignore[assignment, method-assign, arg-type]
-        job.rid, job.answer = self.cluster.submit(job.route, job.prompt, **job.sampling)
-        worker.deliver = deliver  # type: ignore[method-assign]
+        if any(state.index == API for state in self.control[entry]):
+            # A new api starts long after everybody has heard of the old one's death.
+            self._hear(entry, len(self.control[entry]))
+        with self._client():
+            job.rid, job.answer = self.cluster.submit(job.route, job.prompt, **job.sampling)
+
+    @contextlib.contextmanager
+    def _client(self) -> Iterator[None]:
+        """What the client's side sends inside goes through the api's ring."""
+        through = Cluster.deliver
+        self.cluster.deliver = lambda target, message: self.rings[API, target].append(message)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            self.cluster.deliver = through.__get__(self.cluster)  # type: ignore[method-assign]
 
     def entry(self, job: Job) -> int:
         return self.cluster.names.index(self.cluster.config.all_routes()[job.route].models[0])
@@ -118,12 +129,8 @@ class Network:
         if dice.random() < mood.abort and (running := [j for j in self.jobs if not j.lost and not j.answer.finish]):
             job = dice.choice(running)
             self._lose([job])
-            entry = self.entry(job)
-            worker = self.cluster.workers[self.cluster.names[entry]]
-            deliver = worker.deliver
-            worker.deliver = lambda event: self.rings[API, entry].append(event)  # type: ignore[assignment, method-assign, arg-type]
-            self.cluster.abort(job.rid, job.route)
-            worker.deliver = deliver  # type: ignore[method-assign]
+            with self._client():
+                self.cluster.abort(job.rid, job.route)
         if dice.random() < mood.stall:
             self._stall(dice.choice(list(self.states)))
         if dice.random() < mood.death:
@@ -238,5 +245,6 @@ class Network:
         return (
             all(job.lost or job.answer.finish for job in self.jobs)
             and not any(self.rings.values())
-            and all(w.idle.is_set() and not w._inbox and not w.outbound.unsent for w in self.cluster.workers.values())
+            and all(w.idle.is_set() and not w._inbox and not w._untold for w in self.cluster.workers.values())
+            and not any(w.outbound.unsent or w.stream for w in self.cluster.workers.values())
         )
