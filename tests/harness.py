@@ -91,14 +91,24 @@ class Cluster:
         """True keeps a message back in `held` instead of delivering it."""
         self.held: list[tuple[int, int, Message]] = []
         self._rids = itertools.count(1)
+        self._eos_ids = eos_ids
+        self._max_batch_tokens = max_batch_tokens
+        self._cache = (max_slots, prefix_cache, num_pages)
         self.workers: dict[str, Worker] = {}
-        for index, (name, runner) in enumerate(runners.items()):
-            facts = ModelFacts(runner.vocab_size, runner.hidden_size, torch.device("cpu"))
-            pages = runner.num_pages if num_pages is None else num_pages
-            kv = KvCache(pages, runner.page_size, max_slots, runner.context_length, prefix_cache)
-            compiled = build_routes(self.config, name, facts, dict.fromkeys(runners, eos_ids))
-            worker = self.workers[name] = Worker(index, compiled, runner, kv, max_batch_tokens)
-            worker.outbound.connect(self._sender(index))
+        for name, runner in runners.items():
+            self.open_worker(name, runner)
+
+    def open_worker(self, name: str, runner: ModelRunner) -> Worker:
+        """A worker without any state, in place of the one that had the name before."""
+        max_slots, prefix_cache, num_pages = self._cache
+        facts = ModelFacts(runner.vocab_size, runner.hidden_size, torch.device("cpu"))
+        pages = runner.num_pages if num_pages is None else num_pages
+        kv = KvCache(pages, runner.page_size, max_slots, runner.context_length, prefix_cache)
+        compiled = build_routes(self.config, name, facts, dict.fromkeys(self.names, self._eos_ids))
+        index = self.names.index(name)
+        worker = self.workers[name] = Worker(index, compiled, runner, kv, self._max_batch_tokens)
+        worker.outbound.connect(self._sender(index))
+        return worker
 
     def _sender(self, source: int) -> Callable[[int, Message], bool]:
         def send(target: int, message: Message) -> bool:
@@ -133,14 +143,16 @@ class Cluster:
         rid = next(self._rids)
         values = {"seed": 0, "max_tokens": 32, "temperature": 0.0} | sampling
         answer = self.answers[rid] = Answer()
-        entry = self.config.all_routes()[route].models[0]
-        self.workers[entry].deliver(Submit(rid, route, pack_ids(prompt), Sampling(**values), params or {}))
+        self.deliver(self._entry(route), Submit(rid, route, pack_ids(prompt), Sampling(**values), params or {}))
         return rid, answer
 
     def abort(self, rid: int, route: str) -> None:
         """What the api does when a client goes away."""
         self.answers.pop(rid, None)
-        self.workers[self.config.all_routes()[route].models[0]].deliver(Abort(rid))
+        self.deliver(self._entry(route), Abort(rid))
+
+    def _entry(self, route: str) -> int:
+        return self.names.index(self.config.all_routes()[route].models[0])
 
     async def generate(
         self, route: str, prompt: Sequence[int], params: dict[str, float] | None = None, **sampling: Any

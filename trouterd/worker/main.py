@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from algorithms.registry import AlgorithmError
-from ipc.messages import Message, Submit, Warm
+from ipc.messages import Active, Message, Submit, Warm
 from models.config import ModelError
 from models.script import ScriptError
 from trouterd.child import Control, Refused
@@ -98,9 +98,9 @@ class WorkerProcess:
         self.worker.deliver(message)
 
     def _receive_stale(self, peer: str, message: Message) -> None:
-        """Meant for a dead predecessor. What would only start something is over: the api failed that submit, and an entry that
-        counts on a prompt here is asked for it again. The rest answers itself."""
-        if not isinstance(message, Submit | Warm):
+        """Meant for a dead predecessor. What would only start something is over: the api failed that submit, an entry that counts
+        on a prompt here is asked for it again, and counts are told anew. The rest answers itself."""
+        if not isinstance(message, Submit | Warm | Active):
             self._receive(peer, message)
 
     def _progress(self) -> tuple[int, float]:

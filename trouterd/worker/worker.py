@@ -336,7 +336,9 @@ class Worker:
                 case Nack():
                     self._on_nack(event)
                 case Active():
-                    self.active_elsewhere[event.source] = event.count
+                    # A dead one's last word may come after the news of its death; its successor starts from zero.
+                    if not self.outbound.is_down(event.source):
+                        self.active_elsewhere[event.source] = event.count
                 case ProcessState():
                     self._on_process_state(event)
                 case Command():
