@@ -158,9 +158,9 @@ async def test_r05_heads_of_different_padded_width_serve_together(tmp_path: Path
         "large": tiny(tiny_qwen3(tmp_path / "b", vocab=320, seed=1)),
     }
     async with Stack(runners, blocks(2), tokenizer).serving(tmp_path) as client:
-        for seed in range(4):
-            body = {"model": "demo", "prompt": "x", "max_tokens": 40, "temperature": 2.0, "seed": seed}
+        for seed in range(2):
+            body = {"model": "demo", "prompt": "x", "max_tokens": 24, "temperature": 2.0, "seed": seed}
             _, answer = await client.post(TEXT, body | {"ignore_eos": True, "return_token_ids": True})
             (choice,) = answer["choices"]
-            assert choice["models"] == ["small", "small", "large", "large"] * 10
+            assert choice["models"] == ["small", "small", "large", "large"] * 6
             assert max(choice["token_ids"]) < VOCAB
