@@ -171,15 +171,9 @@ class WorkerProcess:
         """Put one live key into force; called between two steps."""
         section, _, rest = key.partition(".")
         if section == "routes":
-            name, _, rest = rest.partition(".")
-            route = self.worker.routes.get(name)
-            if route is None:
-                return
-            settings = config.routes[name]
-            route.on_peer_loss, route.max_stall = settings.on_peer_loss, settings.max_stall
-            if rest.startswith("params."):
-                param = rest.removeprefix("params.")
-                route.set_param(param, settings.params[param])
+            name = rest.partition(".")[0]
+            if name in self.worker.routes:
+                self.worker.routes[name].configure(config.routes[name])
         elif key == f"models.{self.name}.max_batch_tokens":
             self.worker.scheduler.max_batch_tokens = config.models[self.name].max_batch_tokens
 
@@ -212,16 +206,18 @@ def _describe(request: Request, now_ns: int) -> dict[str, Any]:
 
 async def run(control: Control) -> int:
     """Main function of the role; returns the exit code."""
-    config, name = control.boot.config, control.boot.role
-    model = config.models[name]
+    name = control.boot.role
+    model = control.config.models[name]
     try:
-        engine = open_engine(name, model)
+        # In a thread: heartbeats and settings must be answered meanwhile.
+        engine = await asyncio.to_thread(open_engine, name, model)
+        config = control.config
         facts = ModelFacts(engine.runner.vocab_size, engine.runner.hidden_size, engine.device)
         routes = build_routes(config, name, facts, end_ids(config))
     except (ModelError, ScriptError, AlgorithmError) as error:
         control.fatal(str(error))
         return 1
-    worker = Worker(config.worker_index(name), routes, engine.runner, engine.kv, model.max_batch_tokens)
+    worker = Worker(config.worker_index(name), routes, engine.runner, engine.kv, config.models[name].max_batch_tokens)
     process = WorkerProcess(control, worker, name)
     needed = BYTES_PER_TOKEN * engine.runner.context_length + MESSAGE_OVERHEAD
     if needed > process.links.max_message:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import torch
 
 from algorithms.base import Algorithm, Definition, RouteContext
-from algorithms.registry import check_override, load, numeric_params, validate_params
-from trouterd.config import Config
+from algorithms.registry import load, numeric_params, validate_params
+from trouterd.config import Config, Route
 
 
 @dataclass(slots=True, eq=False)
@@ -38,13 +37,16 @@ class WorkerRoute:
             return self.side
         return destination - 1 if destination <= self.side else destination
 
-    def set_param(self, name: str, value: float) -> None:
-        """Put a live parameter into force.
+    def configure(self, settings: Route) -> None:
+        """Put the live part of a changed configuration into force: policy and numeric parameters.
 
         Raises:
-            AlgorithmError: unknown parameter or value out of range.
+            AlgorithmError: a parameter that is out of range; nothing has changed then.
         """
-        self.params[name] = check_override(self.definition, name, value)
+        params = validate_params(self.definition, settings.params, settings.models)
+        self.params = numeric_params(params)
+        self.on_peer_loss = settings.on_peer_loss
+        self.max_stall = settings.max_stall
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class ModelFacts:
 
 
 def build_routes(
-    config: Config, model: str, facts: ModelFacts, eos_ids: dict[str, frozenset[int]], folder: Path | None = None
+    config: Config, model: str, facts: ModelFacts, eos_ids: dict[str, frozenset[int]]
 ) -> dict[str, WorkerRoute]:
     """Every route that `model` takes part in, by public name.
 
@@ -66,7 +68,6 @@ def build_routes(
         model: this worker's model.
         facts: what is known of it.
         eos_ids: end-of-answer ids of every model.
-        folder: what relative paths of algorithms are relative to.
 
     Raises:
         AlgorithmError: an algorithm that cannot be loaded or parameters that it does not take.
@@ -75,7 +76,7 @@ def build_routes(
     for name, route in config.all_routes().items():
         if model not in route.models:
             continue
-        definition = load(route.algorithm, folder)
+        definition = load(route.algorithm)
         params = validate_params(definition, route.params, route.models)
         side = route.models.index(model)
         context = RouteContext(tuple(route.models), side, facts.vocab_size, facts.hidden_size, facts.device)
