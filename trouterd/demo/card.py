@@ -51,6 +51,7 @@ in training data. Reproduce both models and this card on a CUDA GPU with
     python -m trouterd.demo.train --out DIR --seed {seed} --rows {rows}
 
 Training uses deterministic algorithms and fixed seeds; other machines and versions give slightly different models.
+`--only small` or `--only large` trains one of the two, with the same result as a run of both.
 Trained with torch {torch} and transformers {transformers} on {device}.
 """
 

@@ -1,7 +1,7 @@
 """Train the demo pair: `python -m trouterd.demo.train --out DIR`.
 
 One tokenizer and two Qwen3 models are trained on generated problems and saved as `DIR/small` and `DIR/large`. A GPU
-needs a few minutes, a CPU many hours.
+needs a few minutes, a CPU many hours. `--only` trains one of the two, with the result that a run of both has.
 """
 
 import argparse
@@ -25,9 +25,18 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from trouterd.demo.card import write_card
 from trouterd.demo.corpus import Rows, make_rows_in_parallel, tokenizer_texts
 from trouterd.demo.problems import generate
-from trouterd.demo.report import REPORT_SEED, accuracy, measure, prompt_ids, report_table, write_answers
+from trouterd.demo.report import (
+    REPORT_SEED,
+    accuracy,
+    load_model,
+    measure,
+    prompt_ids,
+    report_table,
+    write_answers,
+)
 from trouterd.demo.tokenizer import CONTEXT_LENGTH, END_OF_TEXT, IM_END, save_tokenizer, token_id, train_tokenizer
 
+MODELS = ("small", "large")
 VOCABULARY = 1024
 SINGLE_WIDTH = 192
 """Width of rows that hold one turn, in tokens."""
@@ -172,40 +181,36 @@ def _check(tokenizer: Tokenizer, model: Qwen3ForCausalLM) -> float:
 
 
 def save_model(model: Qwen3ForCausalLM, tokenizer: Tokenizer, directory: Path) -> None:
-    """Write a Hugging Face directory with bfloat16 weights; `model` goes on with the rounded weights in float32."""
+    """Write a Hugging Face directory with bfloat16 weights, to which `model` itself is rounded too."""
     directory.mkdir(parents=True, exist_ok=True)
     torch.nn.Module.to(model, torch.bfloat16)
     model.save_pretrained(directory)
-    torch.nn.Module.to(model, torch.float32)
     save_tokenizer(tokenizer, directory)
 
 
-def main() -> None:
-    """Train the tokenizer and both models, save them, measure them and write their cards."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="directory that gets small/ and large/")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=float, default=1.0, help="multiple of each recipe's number of steps")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rows", type=int, default=400_000, help="one-turn rows of training data")
-    parser.add_argument("--problems", type=int, default=500, help="held-out problems of the final report")
-    options = parser.parse_args()
-    # cuBLAS reads this when it starts; without it sums may be ordered differently from run to run.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    console = Console()
-    tokenizer = train_tokenizer(tokenizer_texts(20_000), VOCABULARY)
+def training_data(tokenizer: Tokenizer, seed: int, rows: int, device: str) -> tuple[DeviceRows, DeviceRows]:
+    """`rows` one-turn rows and a 25th as many dialogues, made by all processors of the machine."""
     make = partial(make_rows_in_parallel, tokenizer=tokenizer)
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        one_turn = make(pool, seed=options.seed * 2, rows=options.rows, width=SINGLE_WIDTH, dialogue=False)
-        many_turns = make(pool, seed=options.seed * 2 + 1, rows=options.rows // 25, width=CONTEXT_LENGTH, dialogue=True)
-    singles, dialogues = (DeviceRows.of(rows, options.device) for rows in (one_turn, many_turns))
-    console.print(f"{len(singles.tokens)} one-turn rows, {len(dialogues.tokens)} dialogues")
-    small_steps, large_steps = (round(recipe.steps * options.steps) for recipe in (SMALL, LARGE))
-    large = train_model(replace(LARGE, steps=large_steps), tokenizer, singles, dialogues, options.seed, console)
-    save_model(large, tokenizer, options.out / "large")
-    small = train_small(tokenizer, singles, dialogues, small_steps, options.seed, console)
-    save_model(small, tokenizer, options.out / "small")
+        singles = make(pool, seed=seed * 2, rows=rows, width=SINGLE_WIDTH, dialogue=False)
+        dialogues = make(pool, seed=seed * 2 + 1, rows=rows // 25, width=CONTEXT_LENGTH, dialogue=True)
+    return DeviceRows.of(singles, device), DeviceRows.of(dialogues, device)
+
+
+def check_partner(directory: Path, tokenizer: Tokenizer) -> None:
+    """Refuse a model that an earlier run left in `directory` if its tokenizer is not this one.
+
+    Raises:
+        SystemExit: the tokenizers differ.
+    """
+    file = directory / "tokenizer.json"
+    if file.exists() and file.read_text(encoding="utf-8") != tokenizer.to_str(pretty=True):
+        raise SystemExit(f"{file} is not the tokenizer of this run; train both models or choose another --out")
+
+
+def write_cards(tokenizer: Tokenizer, options: argparse.Namespace, console: Console) -> None:
+    """Measure the pair as saved, print the report and write it into both model cards."""
+    small, large = (load_model(options.out / name, options.device) for name in MODELS)
     problems = generate(REPORT_SEED, options.problems, "held_out")
     report = measure(tokenizer, small, large, problems)
     console.print(report_table(report))
@@ -219,8 +224,43 @@ def main() -> None:
         "transformers": transformers.__version__,
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "the CPU",
     }
-    for name, model in (("small", small), ("large", large)):
+    for name, model in zip(MODELS, (small, large), strict=True):
         write_card(options.out / name, name, model, report, setting)
+
+
+def main() -> None:
+    """Train the tokenizer and the models, save them; once both are there, measure them and write their cards."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="directory that gets small/ and large/")
+    parser.add_argument("--only", choices=MODELS, help="train this model alone, beside the other one in --out")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=float, default=1.0, help="multiple of each recipe's number of steps")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=400_000, help="one-turn rows of training data")
+    parser.add_argument("--problems", type=int, default=500, help="held-out problems of the final report")
+    options = parser.parse_args()
+    # cuBLAS reads this when it starts; without it sums may be ordered differently from run to run.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    console = Console()
+    tokenizer = train_tokenizer(tokenizer_texts(20_000), VOCABULARY)
+    wanted = [options.only] if options.only else MODELS
+    for name in set(MODELS) - set(wanted):
+        check_partner(options.out / name, tokenizer)
+    singles, dialogues = training_data(tokenizer, options.seed, options.rows, options.device)
+    console.print(f"{len(singles.tokens)} one-turn rows, {len(dialogues.tokens)} dialogues")
+    small_steps, large_steps = (round(recipe.steps * options.steps) for recipe in (SMALL, LARGE))
+    if "large" in wanted:
+        large = train_model(replace(LARGE, steps=large_steps), tokenizer, singles, dialogues, options.seed, console)
+        save_model(large, tokenizer, options.out / "large")
+    if "small" in wanted:
+        small = train_small(tokenizer, singles, dialogues, small_steps, options.seed, console)
+        save_model(small, tokenizer, options.out / "small")
+    absent = [name for name in MODELS if not (options.out / name / "model.safetensors").exists()]
+    if absent:
+        console.print(f"no report and no cards yet: train the {absent[0]} model too")
+    else:
+        write_cards(tokenizer, options, console)
 
 
 if __name__ == "__main__":
