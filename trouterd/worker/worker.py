@@ -440,7 +440,8 @@ class Worker:
         model = request.route.workers.index(event.index)
         if event.state == "down":
             request.known[model] = -1
-        if request.state is State.PENDING and model in (request.holder, request.giver):
+        # With three models the holder is hearsay: a hop from or to the lost one may be under way, or lost with it.
+        if request.state is State.PENDING and (request.holder == model or len(request.route.workers) > 2):
             self.handoffs.reclaim(request)
             self._resume_alone(request)
 
