@@ -336,9 +336,7 @@ class Worker:
                 case Nack():
                     self._on_nack(event)
                 case Active():
-                    # A dead one's last word may come after the news of its death; its successor starts from zero.
-                    if not self.outbound.is_down(event.source):
-                        self.active_elsewhere[event.source] = event.count
+                    self._on_active(event)
                 case ProcessState():
                     self._on_process_state(event)
                 case Command():
@@ -419,6 +417,11 @@ class Worker:
 
     def _resume_alone(self, request: Request) -> None:
         self._not_taken(request, self.handoffs.take_back(request))
+
+    def _on_active(self, message: Active) -> None:
+        # A dead entry's last word may come after the news of its death; its successor starts from zero.
+        if not self.outbound.is_down(message.source):
+            self.active_elsewhere[message.source] = message.count
 
     def _on_process_state(self, event: ProcessState) -> None:
         self.outbound.set_state(event.index, event.state)
