@@ -54,6 +54,16 @@ class RingReader:
         self._rescue.start()
         self._schedule()
 
+    def catch_up(self) -> None:
+        """Reads at once what is in the ring now; for a producer that is dead."""
+        consumer = self._consumer
+        end = consumer.position + consumer.pending
+        before = -1
+        # A message that the producer left unfinished never gets shorter.
+        while self._running and before < consumer.position < end:
+            before = consumer.position
+            self._take_turn()
+
     async def aclose(self) -> None:
         """Stops reading; what is in the ring stays there. The consumer stays the caller's."""
         self._stop()

@@ -90,6 +90,11 @@ class Links:
             self._break(str(error))
             return False
 
+    def catch_up(self, peer: str) -> None:
+        """Receive at once what a process has sent so far."""
+        if peer in self._in:
+            self._in[peer].reader.catch_up()
+
     def describe(self, peer: str) -> str:
         """One line on the ring to a process, for a log entry about a peer that does not read."""
         outbound = self._out[peer]

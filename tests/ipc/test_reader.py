@@ -120,6 +120,26 @@ def test_nothing_is_read_after_aclose(ring: Ring, run: Run) -> None:
     run(main)
 
 
+def test_catching_up_reads_at_once_and_goes_on_as_before(ring: Ring, run: Run) -> None:
+    async def main() -> None:
+        inbox = Inbox()
+        reader = start_reader(ring, inbox)
+        await asleep(ring)
+        for number in range(70):
+            ring.producer.try_push(bytes([number]), 1)
+        reader.catch_up()
+        assert [view[0] for _, view in inbox.got] == list(range(70))
+        reader.catch_up()
+        ring.producer.try_push(b"x", 2)
+        await inbox.wait_for(71)
+        await reader.aclose()
+        ring.producer.try_push(b"y", 2)
+        reader.catch_up()
+        assert inbox.got[70:] == [(2, b"x")]
+
+    run(main)
+
+
 def test_a_handler_may_close_its_reader(ring: Ring, run: Run) -> None:
     async def main() -> None:
         closing: list[asyncio.Task[None]] = []

@@ -194,7 +194,12 @@ class Network:
 
     def _hear(self, index: int, count: int) -> None:
         for _ in range(count):
-            self.cluster.workers[self.cluster.names[index]].deliver(self.control[index].popleft())
+            news = self.control[index].popleft()
+            if news.state == "down" and news.index != API:
+                # As a worker process does: what the dead one sent comes before the news of its death.
+                while self.rings[news.index, index]:
+                    self._read((news.index, index))
+            self.cluster.workers[self.cluster.names[index]].deliver(news)
 
     def _read(self, ring: tuple[int, int]) -> None:
         message = self.rings[ring].popleft()

@@ -137,7 +137,7 @@ async def storm(algorithm: tuple[int, str, dict[str, Any]], shape: dict[str, Any
 
 
 common: dict[str, Any] = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
-quick = settings(max_examples=60, derandomize=True, **common)
+quick = settings(max_examples=40, derandomize=True, **common)
 full = settings(max_examples=4000, **common)
 every_storm = given(st.sampled_from(ALGORITHMS), shapes, moods, st.integers(0, 2**32))
 

@@ -91,7 +91,7 @@ class Handoffs:
         request.stall += 1
         request.known = list(known)
         request.held = held
-        request.holder = request.giver = model
+        request.holder = model
         request.pending_since_ns = now
         self.scheduler.pend(request)
         self.stats.handoff(self.index, target, length - start)
@@ -170,20 +170,18 @@ class Handoffs:
             self.stats.stale_messages += 1
             return None
         ids = unpack_ids(message.token_ids).tolist()
-        if _accepted(request, ids, message.payload) < len(ids):
-            # The entry has streamed them: a visit cannot go on from anything else.
-            request.handoff_seq = message.handoff_seq
-            self.scheduler.pend(request)
-            self.outbound.post(message.source, Nack(message.rid, self.index, message.handoff_seq, NackReason.ERROR))
-            return None
+        request.handoff_seq = message.handoff_seq
         # Out of the queues first: an unfinished older visit may still be in them.
         self.scheduler.pend(request)
         if message.start < request.output_length:
             request.cut(message.start)
             self.scheduler.truncate(request)
+        if _accepted(request, ids, message.payload) < len(ids):
+            # The entry has streamed them: a visit cannot go on from anything else.
+            self.outbound.post(message.source, Nack(message.rid, self.index, message.handoff_seq, NackReason.ERROR))
+            return None
         request.tokens += ids
         request.writers += message.writers
-        request.handoff_seq = message.handoff_seq
         request.known = list(message.known)
         request.known[request.route.side] = request.output_length
         request.stall = message.stall
@@ -239,7 +237,6 @@ class Handoffs:
             request.finish, request.trim = message.finish, message.trim
         elif message.partial:
             request.holder = request.route.workers.index(message.destination)
-            request.giver = request.route.workers.index(message.source)
         else:
             request.stall = message.stall
             request.handoff_sent_ns = message.sent_ns

@@ -118,6 +118,9 @@ class WorkerProcess:
                 state.process_state or "?",
                 self.links.describe(state.name),
             )
+        elif state.state == "down":
+            # What it sent comes before the news of its death, or it would look like its successor's.
+            self.links.catch_up(state.name)
         self.worker.deliver(ProcessState(self._index_of(state.name), state.state))
 
     async def _watch_lag(self) -> None:

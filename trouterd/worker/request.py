@@ -53,8 +53,6 @@ class Request:
     """Rewrite family: the token that was dropped at the hand-off, committed if the peer does not take the request."""
     holder: int = 0
     """Route index of the model that has the request."""
-    giver: int = 0
-    """Entry: route index of the model that said so; if it is lost, its hand-off to the holder may be lost with it."""
     scratch: dict[str, float] = field(default_factory=dict)
     """The algorithm's per-request state on this side."""
     streamed: int = 0

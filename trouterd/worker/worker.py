@@ -336,9 +336,7 @@ class Worker:
                 case Nack():
                     self._on_nack(event)
                 case Active():
-                    # A dead one's last word may come after the news of its death; its successor starts from zero.
-                    if not self.outbound.is_down(event.source):
-                        self.active_elsewhere[event.source] = event.count
+                    self._on_active(event)
                 case ProcessState():
                     self._on_process_state(event)
                 case Command():
@@ -420,6 +418,11 @@ class Worker:
     def _resume_alone(self, request: Request) -> None:
         self._not_taken(request, self.handoffs.take_back(request))
 
+    def _on_active(self, message: Active) -> None:
+        # A dead entry's last word may come after the news of its death; its successor starts from zero.
+        if not self.outbound.is_down(message.source):
+            self.active_elsewhere[message.source] = message.count
+
     def _on_process_state(self, event: ProcessState) -> None:
         self.outbound.set_state(event.index, event.state)
         if event.state == "up":
@@ -440,7 +443,8 @@ class Worker:
         model = request.route.workers.index(event.index)
         if event.state == "down":
             request.known[model] = -1
-        if request.state is State.PENDING and model in (request.holder, request.giver):
+        # With three models the holder is hearsay: a hop from or to the lost one may be under way, or lost with it.
+        if request.state is State.PENDING and (request.holder == model or len(request.route.workers) > 2):
             self.handoffs.reclaim(request)
             self._resume_alone(request)
 
