@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from models.tokenizer import Tokenizer
+from tests.api.harness import Client
 from tests.cases.stack import TEXT, Stack, route, samples, script, visits
 from trouterd.config import Route
 
@@ -21,10 +23,10 @@ def failing(tokenizer: Tokenizer, at: int, routes: dict[str, Route] | None = Non
     return Stack(runners, routes or {"demo": route()}, tokenizer)
 
 
-async def survives(stack: Stack, client: object) -> None:
+async def survives(stack: Stack, client: Client) -> None:
     """No request is left and the same worker goes on."""
     await stack.settled()
-    assert (await samples(client))["requests_running", "model=small"] == 0  # type: ignore[arg-type]
+    assert (await samples(client))["requests_running", "model=small"] == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -83,8 +85,7 @@ async def test_c07_failure_of_one_batch_leaves_other_requests_alone(tmp_path: Pa
 async def test_c07_failure_on_the_peer(tmp_path: Path, tokenizer: Tokenizer, policy: str) -> None:
     """The entry goes on alone, or the client is told that a model of the route is not available."""
     visit = visits(2)["demo"]
-    strict = Route(models=visit.models, algorithm=visit.algorithm, params=visit.params, on_peer_loss=policy)  # type: ignore[arg-type]
-    stack = failing(tokenizer, 3, {"demo": strict}, peer=True)
+    stack = failing(tokenizer, 3, {"demo": msgspec.structs.replace(visit, on_peer_loss=policy)}, peer=True)
     async with stack.serving(tmp_path) as client:
         status, body = await client.post(TEXT, {"model": "demo", "prompt": "x", "return_token_ids": True})
         if policy == "fallback":

@@ -141,72 +141,11 @@ async def test_children_die_with_the_supervisor_and_the_socket_is_free(tmp_path:
         assert (status, body["choices"][0]["text"]) == (200, expected(12))
 
 
-async def test_stopped_peer_is_bypassed_and_named(tmp_path: Path) -> None:
-    """C-30: the entry's I/O goes on, a line names ring, fill, pid and state, late messages are dropped."""
-    config = scripts(tmp_path, supervision="heartbeat_interval = 0.1\npeer_stall = 0.5")
-    async with serving(tmp_path, config) as daemon, daemon.session() as session:
-        pid = (await daemon.pids())["large"]
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            answers = await asyncio.gather(*(complete(session, "demo", max_tokens=12) for _ in range(10)))
-            for status, body in answers:
-                assert status == 200
-                assert body["choices"][0]["text"].lower() == expected(12).lower()
-            line = await daemon.logged("large", str(pid), "ring to large", "spilled")
-            assert "state T" in line
-            async with session.get("/ready") as answer:
-                assert answer.status == 503
-            status, body = await complete(session, "strict", max_tokens=12)
-            assert status == 503, body
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        await daemon.ready()
-        status, body = await complete(session, max_tokens=12)
-        assert (status, body["choices"][0]["text"]) == (200, expected(12))
-        workers = await daemon.idle()
-        assert workers["small"]["requests_active"] == 0
-
-
-async def test_drain_lets_streams_end(tmp_path: Path) -> None:
-    """C-32, first signal."""
-    async with serving(tmp_path, scripts(tmp_path, delay_ms=5)) as daemon, daemon.session() as session:
-        streams = [asyncio.create_task(stream(session, max_tokens=100)) for _ in range(2)]
-        while (await daemon.ctl("status"))["workers"]["small"]["requests_active"] < 2:
-            await asyncio.sleep(0.02)
-        daemon.process.send_signal(signal.SIGTERM)
-        await daemon.logged("drain")
-        try:
-            status, body = await complete(session)
-            assert status == 503
-            assert body["error"]["code"] == "draining"
-        except aiohttp.ClientConnectionError:
-            pass
-        for seen in await asyncio.gather(*streams):
-            assert (seen.finish, seen.done, len(seen.text)) == ("length", True, 100)
-        assert await daemon.process.wait() == 0
-
-
-async def test_second_signal_forces(tmp_path: Path) -> None:
-    """C-32, second signal: an error frame, and the end."""
-    async with serving(tmp_path, scripts(tmp_path, delay_ms=5)) as daemon, daemon.session() as session:
-        streams = [asyncio.create_task(stream(session, max_tokens=4000)) for _ in range(2)]
-        while (await daemon.ctl("status"))["workers"]["small"]["requests_active"] < 2:
-            await asyncio.sleep(0.02)
-        daemon.process.send_signal(signal.SIGTERM)
-        await daemon.logged("drain")
-        daemon.process.send_signal(signal.SIGTERM)
-        for seen in await asyncio.gather(*streams):
-            assert seen.error is not None
-        async with asyncio.timeout(5):
-            await daemon.process.wait()
-        assert not shared_segments()
-
-
 async def test_live_threshold_during_streams(tmp_path: Path) -> None:
     """R-9: applied at a step boundary, refused values change nothing, nothing is dropped."""
     async with serving(tmp_path, scripts(tmp_path, delay_ms=3)) as daemon, daemon.session() as session:
-        tasks = [asyncio.create_task(stream(session, max_tokens=300)) for _ in range(50)]
-        while (await daemon.ctl("status"))["workers"]["small"]["requests_active"] < 50:
+        tasks = [asyncio.create_task(stream(session, max_tokens=300)) for _ in range(100)]
+        while (await daemon.ctl("status"))["workers"]["small"]["requests_active"] < 100:
             await asyncio.sleep(0.05)
         assert (await daemon.ctl("set", "routes.demo.params.n", "2"))["new"] == 2
         for seen in await asyncio.gather(*tasks):
