@@ -136,6 +136,12 @@ def parse_text(key: Key | None, text: str) -> Any:
         return text
 
 
+def entries_of(tree: Mapping[str, Any], table: str) -> Mapping[str, Any]:
+    """What a table of an unchecked configuration holds; nothing where it is absent or no table."""
+    entries = tree.get(table)
+    return entries if isinstance(entries, dict) else {}
+
+
 class UnknownKeyError(Exception):
     """A dotted key that names nothing; the message says what was meant."""
 
@@ -167,9 +173,9 @@ def resolve(root: type[Section], parts: str, names: Mapping[str, Any]) -> tuple[
             raise UnknownKeyError(f"'{head}' is a value, not a table")
         return (head,), key
     if not key.named:
-        inner, found = resolve(key.section, rest, names.get(head, {}))
+        inner, found = resolve(key.section, rest, entries_of(names, head))
         return (head, *inner), found
-    entries = names.get(head, {})
+    entries = entries_of(names, head)
     owner = next((name for name in sorted(entries, key=len, reverse=True) if rest.startswith(name + ".")), None)
     if owner is None:
         raise UnknownKeyError(f"no entry of '{head}' in '{rest}'{suggestion(rest.partition('.')[0], entries)}")

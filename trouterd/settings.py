@@ -23,6 +23,7 @@ from trouterd.keys import (
     Key,
     UnknownKeyError,
     dotted,
+    entries_of,
     keys_of,
     parse_text,
     resolve,
@@ -77,11 +78,14 @@ def load(
     """
     sources = [_file_source(path)] if path else []
     merged: dict[str, Any] = copy.deepcopy(sources[0].tree) if sources else {}
+    unknown: list[str] = []
     for origin, pairs in (("environment", _variables(environ, merged)), ("flag", list(overrides))):
-        source = _text_source(origin, pairs, merged)
+        source, wrong = _text_source(origin, pairs, merged)
         sources.append(source)
+        unknown += wrong
         _merge(merged, source.tree)
     problems = [problem for source in sources for problem in _tree_problems(Config, source.tree, (), source.name)]
+    problems += unknown
     if problems:
         raise ConfigError(problems)
     home = path.resolve().parent if path else Path.cwd()
@@ -185,7 +189,7 @@ def _variables(environ: Mapping[str, str], tree: Mapping[str, Any]) -> list[tupl
             continue
         parts = variable.removeprefix("TROUTERD_").lower().split("__")
         if len(parts) > 1 and parts[0] in ("models", "routes"):
-            parts[1] = next((name for name in tree.get(parts[0], {}) if _folded(name) == parts[1]), parts[1])
+            parts[1] = next((name for name in entries_of(tree, parts[0]) if _folded(name) == parts[1]), parts[1])
         if len(parts) == 1:
             raise ConfigError([f"{variable}: write sections with two underscores, such as TROUTERD_SERVER__SOCKET"])
         pairs.append((dotted(parts), text))
@@ -196,8 +200,8 @@ def _folded(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "_", name.lower())
 
 
-def _text_source(origin: str, pairs: Iterable[tuple[str, str]], names: Mapping[str, Any]) -> Source:
-    """Values given as text, as a tree."""
+def _text_source(origin: str, pairs: Iterable[tuple[str, str]], names: Mapping[str, Any]) -> tuple[Source, list[str]]:
+    """Values given as text, as a tree, and one line for each key that names nothing."""
     tree: dict[str, Any] = {}
     problems = []
     for name, text in pairs:
@@ -210,9 +214,7 @@ def _text_source(origin: str, pairs: Iterable[tuple[str, str]], names: Mapping[s
         for part in path[:-1]:
             table = table.setdefault(part, {})
         table[path[-1]] = parse_text(key, text)
-    if problems:
-        raise ConfigError(problems)
-    return Source(origin, tree, Path.cwd())
+    return Source(origin, tree, Path.cwd()), problems
 
 
 def _merge(into: dict[str, Any], tree: Mapping[str, Any]) -> None:
@@ -279,7 +281,11 @@ def _absolute(source: Source) -> dict[str, Any]:
     for name, section, table in _tables(Config, tree):
         for key in keys_of(section).values():
             if (name[0], key.name) in _PATH_KEYS and key.name in table:
-                table[key.name] = _absolute_path(key, table[key.name], source.folder)
+                try:
+                    table[key.name] = _absolute_path(key, table[key.name], source.folder)
+                except RuntimeError as error:  # what pathlib makes of ~NAME without such a user
+                    problem = f"{dotted((*name, key.name))}: no such home folder: {table[key.name]}"
+                    raise ConfigError([f"{source.name}: {problem}"]) from error
     return tree
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 import aiohttp
@@ -222,11 +221,9 @@ async def test_c32_drain_timeout_sends_error_frames(tmp_path: Path, tokenizer: T
         stream, whole = asyncio.create_task(api.chat_stream()), asyncio.create_task(api.chat())
         while len(api.workers.submits) < 2:
             await asyncio.sleep(0)
-        started = time.monotonic()
         assert await verbs.drain({"timeout": 0.0}) == {"cut": 2}
         ended = await stream
         status, body = await whole
-        assert time.monotonic() - started < 30
     assert ended.events[-1]["error"]["code"] == "shutdown"
     assert ended.done
     assert (status, body["error"]["code"]) == (503, "shutdown")
@@ -256,4 +253,3 @@ async def test_verbs(tmp_path: Path, tokenizer: Tokenizer) -> None:
         assert api.engine.metrics.finished["abort", "demo"] == 1
         await verbs.set({"key": "server.max_active_requests", "value": 1, "config": config(max_active_requests=1)})
         assert (await api.chat(n=2))[0] == 400
-        assert any(family["name"] == "request_success" for family in await verbs.metrics({}))

@@ -53,3 +53,23 @@ async def test_param_checks() -> None:
         await check("demo", {"threshold": -1.0})
     with pytest.raises(ValueError, match="threshold"):
         await check("small", {"threshold": 0.5})
+
+
+async def test_file_of_an_algorithm_is_run_once(tmp_path: Path) -> None:
+    rule = tmp_path / "rule.py"
+    runs = tmp_path / "runs"
+    rule.write_text(
+        "from pathlib import Path\n"
+        "from algorithms.entropy import ALGORITHM as entropy\n"
+        f"with Path({str(runs)!r}).open('a') as file:\n"
+        "    file.write('run ')\n"
+        "ALGORITHM = entropy\n"
+    )
+    config = Config(
+        models={"small": Model(path="s"), "large": Model(path="l")},
+        routes={"demo": Route(models=["small", "large"], algorithm=str(rule), params={"threshold": 0.3})},
+    )
+    check = ParamChecks(config)
+    for threshold in (0.5, 0.6):
+        assert await check("demo", {"threshold": threshold}) == {"threshold": threshold}
+    assert runs.read_text() == "run "

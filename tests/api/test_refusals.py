@@ -205,6 +205,22 @@ async def test_c17a_over_long(
         assert status == 200
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"), [({"prompt": ["a"] * 9}, "prompt"), ({"prompt": [[1]] * 2, "n": 5}, "n"), ({"n": 9}, "n")]
+)
+async def test_too_many_choices_are_refused_before_they_are_tokenized(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], param: str
+) -> None:
+    encoded: list[str] = []
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **_: encoded.append(text) or [1])
+    async with serve(tmp_path, tokenizer, HI, settings=config(max_active_requests=8)) as api:
+        status, answer = await api.post(TEXT, text_body(**fields))
+        assert status == 400
+        assert answer["error"]["param"] == param
+        assert "more than the 8 requests that may be active" in answer["error"]["message"]
+        assert (encoded, api.workers.submits) == ([], [])
+
+
 async def test_c17a_null_fills_the_context(tmp_path: Path, tokenizer: Tokenizer) -> None:
     script = Script(b"abc", cycle=True)
     async with serve(tmp_path, tokenizer, script, contexts={"small": 128, "large": 64}) as api:

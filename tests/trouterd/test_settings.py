@@ -127,6 +127,25 @@ def test_mistakes_are_named(file: Path, text: str, problem: str) -> None:
     assert found[0].startswith(problem.format(folder=file.parent))
 
 
+def test_keys_given_as_text_below_something_that_is_no_table(tmp_path: Path) -> None:
+    file = tmp_path / "trouterd.toml"
+    file.write_text("models = 3")
+    environ, flags = {"TROUTERD_MODELS__SMALL__THREADS": "2"}, [("models.small.dtype", "bfloat16")]
+    with pytest.raises(ConfigError) as caught:
+        load(file, environ, flags)
+    assert caught.value.problems == [
+        f"{file}: models: expected one table per name, got 3",
+        "environment: models.small.threads: no entry of 'models' in 'small.threads'",
+        "flag: models.small.dtype: no entry of 'models' in 'small.dtype'",
+    ]
+
+
+def test_home_folder_of_nobody(file: Path) -> None:
+    file.write_text(BASIC.replace("api.sock", "~nobody-here/api.sock"))
+    with pytest.raises(ConfigError, match=r"server\.socket: no such home folder: ~nobody-here/api\.sock"):
+        load(file, {})
+
+
 @pytest.mark.parametrize(
     ("key", "value", "problem"),
     [

@@ -32,7 +32,7 @@ def load_keys(path: str) -> tuple[bytes, ...]:
         return ()
     file = Path(path)
     try:
-        text, mode = file.read_text(), file.stat().st_mode
+        text, mode = file.read_text(encoding="utf-8"), file.stat().st_mode
     except (OSError, UnicodeDecodeError) as error:
         raise KeyFileError(f"server.api_key_file {path!r} cannot be read: {error}") from error
     keys = tuple(line.strip().encode() for line in text.splitlines() if line.strip())

@@ -10,7 +10,7 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from trouterd.api.answer import Delta
-from trouterd.api.generate import Collected, MaybeUsage, plan_for, respond
+from trouterd.api.generate import Collected, MaybeUsage, check_choices, plan_for, respond
 from trouterd.api.prompt import chat_prompt
 from trouterd.api.schema import ChatRequest, decode
 from trouterd.api.services import SERVICES
@@ -128,6 +128,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     fields = decode(await request.read(), ChatRequest, services.census)
     served = services.catalog.get(fields.model)
+    check_choices(services.engine, fields, 1, "messages")
     prompt = await chat_prompt(served.tokenizer, fields.messages, fields)
     plan = await plan_for(request, fields, served, [prompt], "messages")
     shape = ChatShape(plan.request_id, served.name, served.models if plan.return_token_ids else None)

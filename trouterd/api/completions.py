@@ -13,8 +13,8 @@ from msgspec import UNSET, UnsetType
 from models.tokenizer import Tokenizer
 from trouterd.api.answer import Delta
 from trouterd.api.errors import invalid
-from trouterd.api.generate import Collected, MaybeUsage, plan_for, respond
-from trouterd.api.prompt import text_prompt
+from trouterd.api.generate import Collected, MaybeUsage, check_choices, plan_for, respond
+from trouterd.api.prompt import in_turn, text_prompt
 from trouterd.api.sampling import check_ids
 from trouterd.api.schema import CompletionRequest, decode
 from trouterd.api.services import SERVICES
@@ -86,22 +86,28 @@ class CompletionShape:
         return Completion(self._id, self._created, self._model, choices, usage)
 
 
-async def _prompts(prompt: str | list[Any], tokenizer: Tokenizer, *, add_special: bool) -> list[list[int]]:
-    """Every prompt as ids.
+def _listed(prompt: str | list[Any]) -> list[Any]:
+    """Every prompt as a text or a list of ids.
 
     Raises:
-        RequestError: 400, a prompt that is neither text nor ids of this vocabulary.
+        RequestError: 400, none at all.
+    """
+    if not prompt and isinstance(prompt, list):
+        raise invalid("prompt: empty list", "prompt")
+    several = isinstance(prompt, list) and any(all(isinstance(one, kind) for one in prompt) for kind in (str, list))
+    return list(prompt) if several else [prompt]
+
+
+async def _ids(prompt: str | list[Any], tokenizer: Tokenizer, *, add_special: bool) -> list[int]:
+    """One prompt as ids.
+
+    Raises:
+        RequestError: 400, neither text nor ids of this vocabulary.
     """
     if isinstance(prompt, str):
-        return [await text_prompt(tokenizer, prompt, add_special=add_special)]
-    if not prompt:
-        raise invalid("prompt: empty list", "prompt")
-    if all(isinstance(one, str) for one in prompt):
-        return [await text_prompt(tokenizer, one, add_special=add_special) for one in prompt]
-    lists = prompt if all(isinstance(one, list) for one in prompt) else [prompt]
-    for ids in lists:
-        check_ids(ids, tokenizer.vocab_size, "prompt")
-    return lists
+        return await text_prompt(tokenizer, prompt, add_special=add_special)
+    await in_turn(len(prompt), lambda: check_ids(prompt, tokenizer.vocab_size, "prompt"))
+    return prompt
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -109,7 +115,10 @@ async def completions(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     fields = decode(await request.read(), CompletionRequest, services.census)
     served = services.catalog.get(fields.model)
-    prompts = await _prompts(fields.prompt, served.tokenizer, add_special=fields.add_special_tokens is not False)
+    listed = _listed(fields.prompt)
+    check_choices(services.engine, fields, len(listed), "prompt")
+    add_special = fields.add_special_tokens is not False
+    prompts = [await _ids(prompt, served.tokenizer, add_special=add_special) for prompt in listed]
     plan = await plan_for(request, fields, served, prompts, "prompt")
     shape = CompletionShape(plan.request_id, served.name, served.models if plan.return_token_ids else None)
     return await respond(request, plan, shape)

@@ -75,6 +75,18 @@ class Shape(Protocol):
         """The answer of a request without streaming."""
 
 
+def check_choices(engine: EngineClient, fields: SamplingFields, prompts: int, prompt_param: str) -> None:
+    """Refuse more choices than could ever run at once; before they cost anything, since a small body can ask for millions.
+
+    Raises:
+        RequestError: 400.
+    """
+    count = prompts * (fields.n or 1)
+    if count > engine.max_active:
+        param = "n" if fields.n and fields.n > 1 else prompt_param
+        raise invalid(f"{count} choices are more than the {engine.max_active} requests that may be active", param)
+
+
 async def plan_for(
     request: web.Request, fields: SamplingFields, served: Served, prompts: Sequence[Sequence[int]], prompt_param: str
 ) -> Plan:
@@ -94,10 +106,6 @@ async def plan_for(
         packed = pack_ids(prompt)
         samplings = sampling_for(fields, len(prompt), context, served.tokenizer.vocab_size, prompt_param)
         jobs += [Job(packed, len(prompt), sampling) for sampling in samplings]
-    most = services.engine.max_active
-    if len(jobs) > most:
-        param = "n" if fields.n and fields.n > 1 else prompt_param
-        raise invalid(f"{len(jobs)} choices are more than the {most} requests that may be active", param)
     stops = stop_strings(fields)
     options = fields.stream_options
     header_given = is_sane_id(request.headers.get("X-Request-Id"))

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from models.config import ModelConfig, ModelError
 from models.tokenizer import Tokenizer
 from trouterd.config import Config, Model
+
+if TYPE_CHECKING:
+    from algorithms.base import Definition
 
 
 def load_tokenizers(config: Config) -> dict[str, Tokenizer]:
@@ -55,6 +59,8 @@ class ParamChecks:
 
     def __init__(self, config: Config) -> None:
         self._routes = config.all_routes()
+        self._definitions: dict[str, Definition] = {}
+        """By name or path: a file of a user's is run once, as in the workers, however often it is asked for."""
         self._lock = asyncio.Lock()
 
     async def __call__(self, route: str, params: dict[str, float]) -> dict[str, float]:
@@ -66,12 +72,13 @@ class ParamChecks:
         async with self._lock:
             return await asyncio.to_thread(self._check, self._routes[route].algorithm, params)
 
-    @staticmethod
-    def _check(algorithm: str, params: dict[str, float]) -> dict[str, float]:
+    def _check(self, algorithm: str, params: dict[str, float]) -> dict[str, float]:
         from algorithms.registry import AlgorithmError, check_override, load
 
         try:
-            definition = load(algorithm)
+            if algorithm not in self._definitions:
+                self._definitions[algorithm] = load(algorithm)
+            definition = self._definitions[algorithm]
             return {name: check_override(definition, name, value) for name, value in params.items()}
         except AlgorithmError as error:
             raise ValueError(str(error)) from error

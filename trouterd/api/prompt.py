@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from models.chat_template import ChatTemplateError
 from models.tokenizer import Tokenizer
 from trouterd.api.errors import RequestError, invalid, unsupported
 from trouterd.api.schema import ChatMessage, ContentPart
 
-INLINE_CHARACTERS = 8192
-"""Longer texts are tokenized in a thread, so that they do not hold up the tokens of others."""
+T = TypeVar("T")
+INLINE_SIZE = 8192
+"""Longer texts (characters) and lists (ids) are worked on in a thread, so that they do not hold up the tokens of others."""
 
 _RESERVED_KWARGS = frozenset(
     ("add_generation_prompt", "bos_token", "eos_token", "messages", "pad_token", "self", "tools", "unk_token")
@@ -78,8 +79,9 @@ def _template_kwargs(fields: TemplateFields) -> dict[str, Any]:
     return kwargs | {"add_generation_prompt": generate, "continue_final_message": continued}
 
 
-async def _run(size: int, work: Callable[[], list[int]]) -> list[int]:
-    return work() if size <= INLINE_CHARACTERS else await asyncio.to_thread(work)
+async def in_turn(size: int, work: Callable[[], T]) -> T:
+    """The result of `work` over a text or list of `size` items; in a thread when it is long."""
+    return work() if size <= INLINE_SIZE else await asyncio.to_thread(work)
 
 
 def _open_end(text: str, final: str) -> str:
@@ -113,11 +115,11 @@ async def chat_prompt(tokenizer: Tokenizer, messages: Sequence[ChatMessage], fie
     turns, kwargs = template_messages(messages), _template_kwargs(fields)
     size = sum(len(turn["content"]) for turn in turns)
     try:
-        return await _run(size, lambda: _encode_chat(tokenizer, turns, kwargs))
+        return await in_turn(size, lambda: _encode_chat(tokenizer, turns, kwargs))
     except ChatTemplateError as error:
         raise RequestError(400, "invalid_messages", str(error), param="messages") from error
 
 
 async def text_prompt(tokenizer: Tokenizer, text: str, *, add_special: bool) -> list[int]:
     """Prompt ids of a plain text; BOS is added where the tokenizer adds it."""
-    return await _run(len(text), lambda: tokenizer.encode(text, add_special=add_special))
+    return await in_turn(len(text), lambda: tokenizer.encode(text, add_special=add_special))

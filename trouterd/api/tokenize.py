@@ -7,7 +7,7 @@ from aiohttp import web
 
 from trouterd.api.catalog import Served
 from trouterd.api.errors import invalid
-from trouterd.api.prompt import chat_prompt, text_prompt
+from trouterd.api.prompt import chat_prompt, in_turn, text_prompt
 from trouterd.api.sampling import check_ids
 from trouterd.api.schema import DetokenizeRequest, TokenizeRequest, decode
 from trouterd.api.services import SERVICES, Services
@@ -38,6 +38,11 @@ async def detokenize(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
     fields = decode(await request.read(), DetokenizeRequest, services.census)
     tokenizer = _served(services, fields.model).tokenizer
-    check_ids(fields.tokens, tokenizer.vocab_size, "tokens")
-    text = tokenizer.decode(fields.tokens, skip_special=bool(fields.skip_special_tokens))
+    ids, skip_special = fields.tokens, bool(fields.skip_special_tokens)
+
+    def decode_ids() -> str:
+        check_ids(ids, tokenizer.vocab_size, "tokens")
+        return tokenizer.decode(ids, skip_special=skip_special)
+
+    text = await in_turn(len(ids), decode_ids)
     return web.Response(body=msgspec.json.encode({"prompt": text}), content_type="application/json")

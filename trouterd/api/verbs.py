@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from trouterd.api.catalog import Catalog
 from trouterd.api.engine import EngineClient
 from trouterd.child import Control, Refused
@@ -24,7 +22,6 @@ class Verbs:
         control.handlers |= {
             "status": self.status,
             "requests": self.requests,
-            "metrics": self.metrics,
             "set": self.set,
             "abort": self.abort,
             "drain": self.drain,
@@ -51,11 +48,6 @@ class Verbs:
         """Every choice in flight."""
         del args
         return self._engine.report()
-
-    async def metrics(self, args: dict[str, Any]) -> Any:
-        """The api's own metric families."""
-        del args
-        return msgspec.to_builtins(self._engine.metrics.families(self._engine.active))
 
     async def set(self, args: dict[str, Any]) -> None:
         """Take over a changed configuration; requests in flight go on."""
