@@ -250,6 +250,6 @@ class Network:
         return (
             all(job.lost or job.answer.finish for job in self.jobs)
             and not any(self.rings.values())
-            and all(w.idle.is_set() and not w._inbox and not w._untold for w in self.cluster.workers.values())
+            and all(w.idle.is_set() and not w._inbox and not w.active.untold for w in self.cluster.workers.values())
             and not any(w.outbound.unsent or w.stream for w in self.cluster.workers.values())
         )

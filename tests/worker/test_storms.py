@@ -132,7 +132,7 @@ async def storm(algorithm: tuple[int, str, dict[str, Any]], shape: dict[str, Any
         assert worker.kv.counts()["owned"] == 0
         assert worker.scheduler.counts() == {"waiting": 0, "running": 0, "away": 0}
         assert not worker.stream
-        assert worker.active == 0
+        assert worker.active.total == 0
     return network
 
 

@@ -23,8 +23,10 @@ from ipc.messages import (
 )
 from models.batch import ModelRunner
 from models.kv_cache import KvCache
+from trouterd.worker.active import ActiveCounts
 from trouterd.worker.handoff import Handoffs
 from trouterd.worker.outbound import API, Outbound
+from trouterd.worker.registry import Registry
 from trouterd.worker.request import NO_TOKEN, Request, State
 from trouterd.worker.route import WorkerRoute
 from trouterd.worker.scheduler import Chunk, Scheduler
@@ -33,9 +35,6 @@ from trouterd.worker.step import FAILED, Outcome, Stepper
 from trouterd.worker.stream import TokenStream
 
 log = logging.getLogger(__name__)
-
-ENDED = 4096
-"""Ended requests that a worker remembers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,10 @@ class Worker:
         self.routes = routes
         self.runner = runner
         self.kv = kv
-        self.requests: dict[int, Request] = {}
+        self.registry = Registry(routes)
+        self.requests = self.registry.requests
+        self.idle = self.registry.idle
+        """Set while no request is here."""
         self.stats = Stats()
         self.outbound = Outbound()
         self.scheduler = Scheduler(kv, max_batch_tokens)
@@ -88,17 +90,7 @@ class Worker:
         self.handoffs = Handoffs(
             index, self.requests, self.scheduler, self.outbound, self.stats, self._tokens_from_peer
         )
-        self.active_elsewhere: dict[int, int] = {}
-        """Per entry worker: its active requests that have this worker in their route."""
-        self._ended: dict[int, None] = {}
-        """The latest requests that ended here: a third model's hop may arrive after the end, and is not to bring them back."""
-        self._active_here: dict[int, int] = {}
-        self._active_told: dict[int, int] = {}
-        self._untold = False
-        """A peer has not taken its latest count yet."""
-        self.idle = asyncio.Event()
-        """Set while no request is here."""
-        self.idle.set()
+        self.active = ActiveCounts(index, self.outbound)
         self._inbox: deque[Event] = deque()
         self._wake = asyncio.Event()
         self.stream = TokenStream(index, self.outbound, self.handoffs)
@@ -122,7 +114,7 @@ class Worker:
             "requests_waiting": queues["waiting"],
             "requests_pending": pending,
             "requests_away": queues["away"],
-            "requests_active": self.active,
+            "requests_active": self.active.total,
             "pages_free": pages["free"],
             "pages_cached": pages["cached"],
             "pages_owned": pages["owned"],
@@ -135,11 +127,6 @@ class Worker:
         """Let the decode loop end after the step in progress."""
         self._closing = True
         self._wake.set()
-
-    @property
-    def active(self) -> int:
-        """n of B[n]: active requests of the whole system whose route includes this worker."""
-        return self._active_here.get(self.index, 0) + sum(self.active_elsewhere.values())
 
     # The loop
 
@@ -161,7 +148,7 @@ class Worker:
 
     async def _wait(self) -> None:
         """Sleep until something arrives; look again soon while something waits for room in a ring."""
-        if not self.stream and not self.outbound.unsent and not self._untold:
+        if not self.stream and not self.outbound.unsent and not self.active.untold:
             await self._wake.wait()
             return
         try:
@@ -296,27 +283,15 @@ class Worker:
         self.stats.finished[reason] += 1
 
     def _forget(self, request: Request) -> None:
-        if self.requests.pop(request.rid, None) is None:
+        if not self.registry.close(request):
             return
         self.scheduler.remove(request)
-        self._note_end(request.rid)
         if request.is_entry:
             # Also to those that seem not to know of it: a third model may have told them.
             for worker in request.route.workers:
                 if worker != self.index:
                     self.outbound.post(worker, Finish(request.rid))
-            self._count_active(request, -1)
-        if not self.requests:
-            self.idle.set()
-
-    def _note_end(self, rid: int) -> None:
-        self._ended[rid] = None
-        if len(self._ended) > ENDED:
-            del self._ended[next(iter(self._ended))]
-
-    def _count_active(self, request: Request, change: int) -> None:
-        for worker in request.route.workers:
-            self._active_here[worker] = self._active_here.get(worker, 0) + change
+            self.active.add(request, -1)
 
     # Events
 
@@ -336,7 +311,7 @@ class Worker:
                 case Nack():
                     self._on_nack(event)
                 case Active():
-                    self._on_active(event)
+                    self.active.hear(event)
                 case ProcessState():
                     self._on_process_state(event)
                 case Command():
@@ -345,10 +320,10 @@ class Worker:
                     log.warning("a worker does not take %s", type(event).__name__)
 
     def _on_submit(self, submit: Submit) -> None:
-        request = self._open(submit, self.index)
+        request = self.registry.open(submit, self.index)
         if request is None:
             return
-        self._count_active(request, +1)
+        self.active.add(request, +1)
         request.known[0] = 0
         self.stats.submitted += 1
         self.stats.prompt_tokens += request.prompt_length
@@ -362,32 +337,22 @@ class Worker:
 
     def _on_warm(self, warm: Warm) -> None:
         rid = warm.submit.rid
-        if rid in self.requests or rid in self._ended or self.outbound.is_down(warm.entry):
+        if rid in self.requests or self.registry.ended(rid) or self.outbound.is_down(warm.entry):
             return
-        request = self._open(warm.submit, warm.entry)
+        request = self.registry.open(warm.submit, warm.entry)
         if request is not None:
             request.warm = True
             self.scheduler.pend(request)
-
-    def _open(self, submit: Submit, entry: int) -> Request | None:
-        route = self.routes.get(submit.route)
-        if route is None or submit.rid in self.requests:
-            log.error("request %d for route %r refused: unknown route or known id", submit.rid, submit.route)
-            return None
-        request = Request.open(submit, route, entry, time.monotonic_ns())
-        self.requests[submit.rid] = request
-        self.idle.clear()
-        return request
 
     def _on_peer_req(self, message: PeerReq) -> None:
         if message.entry == self.index:
             self.handoffs.resume(message)
             return
-        if message.rid in self._ended:
+        if self.registry.ended(message.rid):
             self.stats.stale_messages += 1
             return
         if message.submit is not None and message.rid not in self.requests:
-            self._open(message.submit, message.entry)
+            self.registry.open(message.submit, message.entry)
         self.handoffs.take(message)
 
     def _tokens_from_peer(self, request: Request) -> None:
@@ -403,7 +368,7 @@ class Worker:
     def _on_end(self, event: Abort | Finish) -> None:
         request = self.requests.get(event.rid)
         if request is None:
-            self._note_end(event.rid)
+            self.registry.note_end(event.rid)
             return
         if request.is_entry:
             self.stats.finished["abort"] += 1
@@ -418,11 +383,6 @@ class Worker:
     def _resume_alone(self, request: Request) -> None:
         self._not_taken(request, self.handoffs.take_back(request))
 
-    def _on_active(self, message: Active) -> None:
-        # A dead entry's last word may come after the news of its death; its successor starts from zero.
-        if not self.outbound.is_down(message.source):
-            self.active_elsewhere[message.source] = message.count
-
     def _on_process_state(self, event: ProcessState) -> None:
         self.outbound.set_state(event.index, event.state)
         if event.state == "up":
@@ -435,8 +395,7 @@ class Worker:
         for request in lost:
             self._lose_peer(request, event)
         if event.state == "down":
-            self.active_elsewhere.pop(event.index, None)
-            self._active_told.pop(event.index, None)
+            self.active.forget(event.index)
             self._drop([r for r in self.requests.values() if r.entry == event.index])
 
     def _lose_peer(self, request: Request, event: ProcessState) -> None:
@@ -460,14 +419,7 @@ class Worker:
         self.outbound.flush()
         if self.stream:
             self.stream.send()
-        self._untold = False
-        for worker, count in self._active_here.items():
-            if worker == self.index or self._active_told.get(worker, 0) == count:
-                continue
-            if self.outbound.offer(worker, Active(self.index, count)):
-                self._active_told[worker] = count
-            elif self.outbound.available(worker):
-                self._untold = True
+        self.active.tell()
 
 
 def _may_leave(request: Request) -> bool:
