@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,7 +71,7 @@ class Cluster:
 
     def __init__(
         self,
-        runners: dict[str, ModelRunner],
+        runners: Mapping[str, ModelRunner],
         routes: dict[str, Route],
         *,
         eos_ids: frozenset[int] = frozenset({257}),

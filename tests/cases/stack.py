@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class Stack(Cluster):
 
     def __init__(
         self,
-        runners: dict[str, ModelRunner],
+        runners: Mapping[str, ModelRunner],
         routes: dict[str, Route],
         tokenizer: Tokenizer,
         *,

@@ -147,7 +147,7 @@ def open_descriptors() -> int:
 @pytest.mark.parametrize("rounds", [24, pytest.param(200, marks=pytest.mark.slow)])
 async def test_c19_repeated(tmp_path: Path, tokenizer: Tokenizer, rounds: int) -> None:
     """Neither tasks nor descriptors nor pages are left of any of them."""
-    settings = {"max_batch_tokens": 16, "max_slots": 2, "prefix_cache": False}
+    settings: dict[str, Any] = {"max_batch_tokens": 16, "max_slots": 2, "prefix_cache": False}
     stack = Stack({"small": endless("a", delay_ms=0.2), "large": endless("b")}, visits(3), tokenizer, **settings)
     async with stack.serving(tmp_path) as client:
         sizes = []
@@ -183,7 +183,8 @@ async def test_r01_late_reply_for_a_recycled_slot(tmp_path: Path, tokenizer: Tok
         await eventually(lambda: len(stack.held) == 2)
         (request,) = stack.small.requests.values()
         assert request.slot == 0
-        assert late[2].handoff_seq == stack.held[1][2].handoff_seq, "the sequence number alone does not tell them apart"
+        numbers = [message.handoff_seq for *_, message in stack.held if isinstance(message, PeerReq)]
+        assert numbers == [2, 2], "the sequence number alone does not tell them apart"
         stack.deliver(SMALL, late[2])
         await eventually(lambda: stack.small.stats.stale_messages == 1)
         assert not other.done()
@@ -195,7 +196,9 @@ async def test_r01_late_reply_for_a_recycled_slot(tmp_path: Path, tokenizer: Tok
         await nothing_left(stack, client, stale=1)
 
 
-def _twice(stack: Stack) -> Callable[[int, int, Message], bool]:
+def at_once(stack: Stack) -> Callable[[int, int, Message], bool]:
+    """Every hand-off comes twice in a row."""
+
     def hold(_source: int, target: int, message: Message) -> bool:
         if isinstance(message, PeerReq):
             stack.deliver(target, message)
@@ -204,9 +207,29 @@ def _twice(stack: Stack) -> Callable[[int, int, Message], bool]:
     return hold
 
 
-async def test_r02_repeated_messages(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def one_visit_later(stack: Stack) -> Callable[[int, int, Message], bool]:
+    """Every hand-off comes again in front of the next one to the same worker, which then waits for that one."""
+    previous: dict[int, Message] = {}
+
+    def hold(_source: int, target: int, message: Message) -> bool:
+        if isinstance(message, PeerReq):
+            if target in previous:
+                stack.deliver(target, previous[target])
+            previous[target] = message
+        return False
+
+    return hold
+
+
+@pytest.mark.parametrize(("repeat", "stale"), [(at_once, 6), (one_visit_later, 4)])
+async def test_r02_repeated_messages(
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    repeat: Callable[[Stack], Callable[[int, int, Message], bool]],
+    stale: int,
+) -> None:
     stack = Stack({"small": script(b"abcdef"), "large": script(b"ABCDEF")}, visits(2), tokenizer)
-    stack.hold = _twice(stack)
+    stack.hold = repeat(stack)
     async with stack.serving(tmp_path) as client:
         stream = await client.stream(TEXT, {"model": "demo", "prompt": "y", "stream_options": {"include_usage": True}})
         assert stream.text() == "aBcDeF"
@@ -214,4 +237,4 @@ async def test_r02_repeated_messages(tmp_path: Path, tokenizer: Tokenizer) -> No
         assert usage["completion_tokens"] == 7
         assert usage["route"]["tokens"] == {"small": 4, "large": 3}
         assert usage["route"]["handoffs"] == 6
-        await eventually(lambda: stack.small.stats.stale_messages + stack.large.stats.stale_messages == 6)
+        await eventually(lambda: stack.small.stats.stale_messages + stack.large.stats.stale_messages == stale)

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -72,9 +73,7 @@ async def greedy(client: Client, prompt: Sequence[int], name: str = "demo", toke
     return ids
 
 
-def single(
-    runner: ModelRunner, tokenizer: Tokenizer, routes: dict[str, Route] | None = None, **settings: object
-) -> Stack:
+def single(runner: ModelRunner, tokenizer: Tokenizer, routes: dict[str, Route] | None = None, **settings: Any) -> Stack:
     """One real model and a script that nobody asks."""
     return Stack({"small": runner, "large": script(b"x")}, routes or {"demo": route()}, tokenizer, **settings)
 
