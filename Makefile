@@ -10,11 +10,9 @@ TORCH_INDEX ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.trouterd-setup
-# With an NVIDIA driver: any torch that fits, with CUDA, and the CUDA kernels. Without: the version that CI uses.
+# With an NVIDIA driver: any torch that fits, with CUDA. Without: the version that CI uses.
 NVIDIA := $(wildcard /proc/driver/nvidia/version)
 CONSTRAINTS := $(if $(NVIDIA),,-c constraints-cpu.txt)
-comma := ,
-EXTRAS := $(if $(NVIDIA),dev$(comma)cuda,dev)
 
 .PHONY: setup demo test test-long lint bench clean
 
@@ -27,7 +25,7 @@ $(STAMP): pyproject.toml setup.py constraints-cpu.txt $(wildcard ipc/*.c ipc/*.h
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "trouterd needs Python 3.11 or newer: make setup PYTHON=...")'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(if $(TORCH_INDEX),$(BIN)/python -m pip install $(CONSTRAINTS) --index-url $(TORCH_INDEX) 'torch>=2.11')
-	$(BIN)/python -m pip install $(CONSTRAINTS) -e '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install $(CONSTRAINTS) -e '.[dev]'
 	@touch $@
 
 demo: setup

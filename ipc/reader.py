@@ -18,8 +18,8 @@ _BATCH = 64  # messages between two stores of head
 class RingReader:
     """Hands a consumer's messages to `handler` inside the loop's own thread, and sleeps on the data event in between.
 
-    `spin_us` looks for more data before it sleeps and blocks the loop for that long: 20 to 50 in a worker that has
-    requests in flight, 0 elsewhere; it may be set at any time. `fairness_bytes` bounds one turn, after which the
+    `spin_us` looks for more data before it sleeps and blocks the loop for that long: 20 to 50 pays where a round trip is
+    waited for; it may be set at any time. `fairness_bytes` bounds one turn, after which the
     loop's other callbacks run first. A poisoned ring stops the reader and goes to `on_poisoned`; an exception of the
     handler goes to the loop's exception handler and reading goes on.
     """

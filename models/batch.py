@@ -65,7 +65,3 @@ class ModelRunner(Protocol):
     def step(self, batch: Batch) -> StepOutput:
         """Feed the rows, write their K and V, return logits and hidden states of the wanted rows."""
         ...
-
-    def embedding(self) -> torch.Tensor:
-        """[V, H] the input embedding table, shared with router heads."""
-        ...

@@ -27,9 +27,6 @@ class Purpose(IntEnum):
 
     SAMPLE = 0
     ROUTE = 1
-    MIXTURE = 2
-    ACCEPT = 3
-    RESIDUAL = 4
     USER = 64
     """First number free for algorithms of one's own."""
 

@@ -84,7 +84,6 @@ class ScriptRunner:
         # The last table row is the end: where indices past the script are sent.
         steps = [] if callable(script) else [*script, eos]
         self._table = torch.cat([self._row(step) for step in steps]) if steps else torch.empty(0, vocab_size)
-        self._embedding = torch.zeros(vocab_size, hidden_size)
 
     @classmethod
     def load(cls, path: Path) -> ScriptRunner:
@@ -120,10 +119,6 @@ class ScriptRunner:
         if self.fail_at is not None and (index == self.fail_at).any():
             raise RuntimeError(f"script fails at step {self.fail_at} as it was told to")
         return StepOutput(logits=self._logits(index), hidden=torch.zeros(len(index), self.hidden_size))
-
-    def embedding(self) -> torch.Tensor:
-        """[V, H] zeros."""
-        return self._embedding
 
     def _logits(self, index: npt.NDArray[np.int64]) -> torch.Tensor:
         if self._function is not None:

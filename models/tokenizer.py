@@ -6,7 +6,6 @@ Neither torch nor transformers is imported, unless a checkpoint has no tokenizer
 from __future__ import annotations
 
 import codecs
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -69,11 +68,6 @@ class Tokenizer:
         except ChatTemplateError as error:
             raise ModelError(f"{directory}: {error}") from error
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether messages can be rendered."""
-        return self._template is not None
-
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Ids of a text.
 
@@ -124,26 +118,12 @@ class Tokenizer:
         """The tokenizer's own decoding of a whole sequence."""
         return self._backend.decode(ids, skip_special_tokens=skip_special)
 
-    def fingerprint(self) -> str:
-        """SHA-256 over vocabulary, merges and added tokens: equal for tokenizers whose ids mean the same."""
-        # Read again rather than kept: a parsed vocabulary takes tens of megabytes.
-        description = json.loads(self._backend.to_str())
-        model = description["model"]
-        added = sorted((t["id"], t["content"], t["special"]) for t in description["added_tokens"])
-        parts = [sorted(_entries(model)), model.get("merges", []), added]
-        return hashlib.sha256(json.dumps(parts, ensure_ascii=False).encode()).hexdigest()
-
-    def first_difference(self, other: Tokenizer, *, special: bool = True) -> str | None:
-        """The lowest id that means different things to the two, described; ordinary ids come before special ones.
-
-        Args:
-            other: the tokenizer to compare with.
-            special: whether special tokens are compared too.
-        """
+    def first_difference(self, other: Tokenizer) -> str | None:
+        """The lowest id that means different things to the two, described; ordinary ids come before special ones."""
         specials = self.special_ids | other.special_ids
         every = range(max(self.vocab_size, other.vocab_size))
         ordinary = (token for token in every if token not in specials)
-        for token in (*ordinary, *(sorted(specials) if special else ())):
+        for token in (*ordinary, *sorted(specials)):
             mine, theirs = self.id_to_token(token), other.id_to_token(token)
             if mine != theirs:
                 kind = "special id" if token in specials else "id"
@@ -253,7 +233,9 @@ def _load_backend(directory: Path) -> tokenizers.Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        backend = AutoTokenizer.from_pretrained(directory, local_files_only=True).backend_tokenizer
+        backend = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        ).backend_tokenizer
     except (OSError, ValueError, ImportError, AttributeError) as error:
         raise ModelError(f"{directory}: no tokenizer.json, and transformers cannot build one: {error}") from error
     if not isinstance(backend, tokenizers.Tokenizer):
@@ -264,11 +246,17 @@ def _load_backend(directory: Path) -> tokenizers.Tokenizer:
 def _load_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     if path.exists():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"{path}: cannot be read as UTF-8 text: {error}") from error
     template = settings.get("chat_template")
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
+        try:
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        except (KeyError, TypeError) as error:
+            problem = "chat_template: must be text or a list of objects with name and template"
+            raise ModelError(f"{directory / 'tokenizer_config.json'}: {problem}") from error
     return template if isinstance(template, str) else None
 
 

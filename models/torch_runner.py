@@ -93,9 +93,5 @@ class TorchRunner:
             logits, hidden = self._decoder.logits(x[torch.from_numpy(batch.logit_rows).to(self._device)])
         return StepOutput(logits=logits, hidden=hidden)
 
-    def embedding(self) -> torch.Tensor:
-        """[V, H] the input embedding table without padding rows."""
-        return self._decoder.embedding[: self.vocab_size]
-
     def _padded(self, values: IntArray, padding: int) -> torch.Tensor:
         return torch.from_numpy(np.pad(values, (0, padding))).to(self._device)

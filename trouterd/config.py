@@ -36,7 +36,7 @@ class Server(Section, frozen=True):
         str, Meta(description="File with one bearer key a line; '' = no key asked. Covers all but /health and /ready.")
     ] = ""
     max_active_requests: Annotated[
-        int, Meta(ge=1, description="Requests in the daemon at once; more are answered 429.", extra=LIVE)
+        int, Meta(ge=1, description="Choices (n per request) in the daemon at once; more are answered 429.", extra=LIVE)
     ] = 1024
     max_body_bytes: Annotated[int, Meta(ge=1024, description="Largest request body, bytes.")] = 16 << 20
     drain_timeout: Annotated[
@@ -61,7 +61,7 @@ class Supervision(Section, frozen=True):
     peer_stall: Annotated[
         float,
         Meta(
-            gt=0, description="Seconds without an answer to a ping after which a worker counts as stalled.", extra=LIVE
+            gt=0, description="Seconds without an answer to a ping after which a process counts as stalled.", extra=LIVE
         ),
     ] = 2.0
     stall_after: Annotated[
@@ -88,7 +88,11 @@ class Rings(Section, frozen=True):
     ] = 8 << 20
     spin_us: Annotated[
         int,
-        Meta(ge=0, le=1000, description="Microseconds that a worker with requests in flight spins before it sleeps."),
+        Meta(
+            ge=0,
+            le=1000,
+            description="Microseconds that a process spins on a ring that it has emptied before it sleeps on it.",
+        ),
     ] = 0
     checksum: Annotated[bool, Meta(description="Checksum every record (finds wild writes; costs time).")] = False
 
@@ -110,11 +114,16 @@ class Model(Section, frozen=True):
     device: Annotated[str, Meta(description="'cpu' or a CUDA device such as 'cuda:0'.")] = "cpu"
     dtype: Annotated[Literal["float32", "bfloat16"], Meta(description="Type of weights and KV.")] = "float32"
     threads: Annotated[int, Meta(ge=1, description="CPU threads of the worker.")] = 1
-    context_length: Annotated[int, Meta(ge=0, description="Largest prompt + output, tokens; 0 = the model's own.")] = 0
+    context_length: Annotated[
+        int,
+        Meta(ge=0, description="Largest prompt + output, tokens; 0 = the model's own, which can need much kv_bytes."),
+    ] = 0
     kv_tokens: Annotated[
         int, Meta(ge=0, description="KV pool size in tokens; 0 = 16 full contexts, capped by kv_bytes.")
     ] = 0
-    kv_bytes: Annotated[int, Meta(ge=1 << 20, description="Most bytes that an automatic KV pool takes.")] = 1 << 30
+    kv_bytes: Annotated[
+        int, Meta(ge=1 << 20, description="Most bytes that an automatic KV pool takes; one full context must fit.")
+    ] = 1 << 30
     page_size: Annotated[int, Meta(ge=1, description="Tokens of one KV page.")] = 16
     prefix_cache: Annotated[
         bool, Meta(description="Keep the KV of finished prompts and answers for later requests.")

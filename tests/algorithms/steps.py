@@ -17,7 +17,7 @@ torch.set_num_threads(1)
 HIDDEN = 4
 
 quick = settings(deadline=None, max_examples=50)
-"""For property tests on machines that others use too."""
+"""For property tests: no deadline, which a busy host would miss."""
 
 
 def uniform_over(count: int, vocab: int) -> list[float]:

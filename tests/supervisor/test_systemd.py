@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import configparser
 import os
+import shlex
 import signal
 import socket
 import stat
@@ -14,7 +16,10 @@ import pytest
 
 from tests.supervisor.conftest import Start
 from tests.supervisor.daemon import PATIENCE, finish, toy_config
+from trouterd import cli
 from trouterd.supervisor.systemd import InheritedSockets, Notifier
+
+PACKAGING = Path(__file__).parents[2] / "packaging"
 
 # Runs a command as a service manager does: descriptors from 3 on, LISTEN_PID its own pid.
 ACTIVATE = """
@@ -131,3 +136,20 @@ def test_sockets_meant_for_others_are_not_taken(environ: dict[str, str]) -> None
     assert inherited.api == []
     assert inherited.control is None
     assert environ == {}
+
+
+def test_units_agree_with_each_other_and_with_the_command_line(tmp_path: Path) -> None:
+    units = {}
+    for suffix in ("service", "socket"):
+        unit = configparser.RawConfigParser(strict=False)
+        unit.optionxform = str  # type: ignore[assignment,method-assign]
+        unit.read(PACKAGING / f"trouterd.{suffix}")
+        units[suffix] = unit
+    program, *arguments = shlex.split(units["service"]["Service"]["ExecStart"])
+    assert Path(program).name == "trouterd"
+    options = cli._parser().parse_args(arguments)
+    folder = Path("/run", units["service"]["Service"]["RuntimeDirectory"])
+    assert options.socket == units["socket"]["Socket"]["ListenStream"] == str(folder / "trouterd.sock")
+    options.config = tmp_path / "trouterd.toml"
+    options.config.write_text('[models.small]\npath = "builtin:small"\n')
+    assert cli._load(options, check=False).server.control == str(folder / "trouterd.ctl")

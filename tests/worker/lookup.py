@@ -65,10 +65,6 @@ class LookupRunner:
         ]
         return StepOutput(self.model.table[rows], torch.zeros(len(rows), self.hidden_size))
 
-    def embedding(self) -> torch.Tensor:
-        """[V, H] zeros."""
-        return torch.zeros(self.vocab_size, self.hidden_size)
-
     def _places(self, batch: Batch, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         pages = batch.page_table[slots, positions // self.page_size].astype(np.int64)
         return pages * self.page_size + positions % self.page_size

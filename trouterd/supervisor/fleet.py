@@ -80,7 +80,7 @@ class Fleet:
     async def start(self) -> None:
         """Spawn every child."""
         for child in self.children.values():
-            await self._spawn(child)
+            await self._try_spawn(child)
 
     def tick(self, now: float) -> None:
         """Heartbeats: to be called every supervision.heartbeat_interval with the monotonic time."""
@@ -102,12 +102,12 @@ class Fleet:
         await asyncio.gather(*self._respawns, return_exceptions=True)
 
     async def _spawn(self, child: Child) -> None:
+        listen = self._listen_fds() if child.name == API else []
+
         def boot(epoch: int) -> Boot:
             inbound, outbound = self.mesh.links(child.name)
-            listen = self._listen_fds() if child.name == API else []
             return Boot(child.name, epoch, self.config, inbound, outbound, listen)
 
-        listen = self._listen_fds() if child.name == API else []
         await child.spawn(boot, self.mesh.fds(child.name) + listen)
         log.info("%s started: pid %d, epoch %d", child.name, child.pid, child.epoch)
         for other in self.children.values():
@@ -117,7 +117,14 @@ class Fleet:
     async def _respawn(self, child: Child, delay: float) -> None:
         await asyncio.sleep(delay)
         if not self.stopping:
+            await self._try_spawn(child)
+
+    async def _try_spawn(self, child: Child) -> None:
+        """A start that the system refuses counts as a death: it is tried again, later and later."""
+        try:
             await self._spawn(child)
+        except OSError as error:
+            self._exited(child, f"could not be started: {error.strerror or error}")
 
     def _hear(self, child: Child, frame: Ready | Fatal | Call) -> None:
         match frame:

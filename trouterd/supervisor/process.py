@@ -100,18 +100,25 @@ class Child:
         Args:
             boot: the first frame for a given epoch.
             fds: descriptors that it inherits under the same numbers.
+
+        Raises:
+            OSError: no process, memory or descriptor is to be had; nothing is left of the attempt.
         """
         self.epoch += 1
+        self.pid = 0
         self.state, self.detail, self.last_words = "starting", {}, ""
         self.started, self.ready_at, self._ping_sent = time.monotonic(), 0.0, 0.0
         self.steps, self.step_seconds = 0, 0.0
         ours, theirs = socket.socketpair()
         # Before the process exists: nothing may be awaited between its start and the end of this method.
         reader, self._writer = await asyncio.open_unix_connection(sock=ours)
-        with theirs:
-            process = self._start(theirs.fileno(), fds)
+        try:
+            with theirs:
+                process = self._start(theirs.fileno(), fds)
+        except OSError:
+            self.hang_up()
+            raise
         self._process, self.pid = process, process.pid
-        self._pidfd = os.pidfd_open(process.pid)
         self.exited.clear()
         asyncio.get_running_loop().add_reader(self._pidfd, self._on_death)
         self._reading = asyncio.create_task(self._read(reader))
@@ -164,13 +171,20 @@ class Child:
     def _start(self, control_fd: int, fds: list[int]) -> subprocess.Popen[bytes]:
         options = ("--control-fd", str(control_fd), "--parent", str(os.getpid()), "--module", self._module)
         threads = str(self._threads)
-        return subprocess.Popen(  # noqa: S603 - our own interpreter and module
+        process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
             module_command("trouterd.child", *options),
             stdin=subprocess.DEVNULL,
             pass_fds=[control_fd, *fds],
             env=environment(OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads, TOKENIZERS_PARALLELISM="false"),
             process_group=0,  # a terminal's Ctrl-C is for the supervisor alone
         )
+        try:
+            self._pidfd = os.pidfd_open(process.pid)
+        except OSError:
+            process.kill()
+            process.wait()
+            raise
+        return process
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
