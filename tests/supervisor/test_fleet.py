@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from ipc.errors import SegmentError
 from tests.supervisor.daemon import PATIENCE, toy_config
 from tests.supervisor.host import ROLES
 from trouterd.config import Config, Rings
@@ -44,7 +45,7 @@ async def run_fleet(config: Config) -> tuple[str, Fleet]:
         mesh,
         list,
         on_ready=lambda: outcome.set_result("ready"),
-        on_failure=lambda code, message: outcome.set_result(f"{code}: {message}"),
+        on_failure=lambda code, message: outcome.done() or outcome.set_result(f"{code}: {message}"),
         on_call=lambda child, call: None,
     )
     try:
@@ -72,3 +73,14 @@ async def test_start_that_is_always_refused_ends_the_daemon(tmp_path: Path, monk
     refuse(monkeypatch, "small", 9)
     outcome, _ = await run_fleet(msgspec.structs.replace(config, supervision=supervision))
     assert outcome == ("1: small could not be started: Resource temporarily unavailable before it was ready, 2 times")
+
+
+async def test_broken_ring_that_cannot_be_replaced_ends_the_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(mesh: RingMesh, name: str) -> list[str]:
+        raise SegmentError(f"no room for the rings of {name}")
+
+    monkeypatch.setattr(RingMesh, "replace_poisoned", full)
+    outcome, _ = await run_fleet(toy_config(tmp_path, small="raise:dead"))
+    assert outcome == "1: no new ring in place of a broken one of small: no room for the rings of small"

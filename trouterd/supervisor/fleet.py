@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ipc.errors import SegmentError
 from trouterd.config import Config
 from trouterd.control import Boot, Call, Fatal, Ready
 from trouterd.supervisor.process import Child
@@ -150,7 +151,12 @@ class Fleet:
         self.mesh.kick(child.name)
         if self.stopping:
             return
-        for peer in self.mesh.replace_poisoned(child.name):
+        try:
+            peers = self.mesh.replace_poisoned(child.name)
+        except (SegmentError, OSError) as error:
+            self._on_failure(EXIT_FAILURE, f"no new ring in place of a broken one of {child.name}: {error}")
+            return
+        for peer in peers:
             log.error("the ring between %s and %s was broken; restarting %s too", child.name, peer, peer)
             self.children[peer].kill()
         if child.ready_at and time.monotonic() - child.ready_at >= SETTLED_SECONDS:

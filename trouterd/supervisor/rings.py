@@ -81,12 +81,15 @@ class RingMesh:
         """Make new rings in place of a process's poisoned ones; returns the processes that hold the other ends.
 
         Those must be restarted: they still map the old ring, which refuses all use.
+
+        Raises:
+            SegmentError: not enough shared memory; the old ring stays.
         """
         peers = []
         for (source, destination), ring in list(self._of(name)):
             if ring.segment.state is State.POISONED:
-                ring.close()
                 self._rings[source, destination] = self._create(source, destination)
+                ring.close()
                 peers.append(destination if source == name else source)
         return peers
 
