@@ -169,11 +169,13 @@ def _demo(options: argparse.Namespace) -> int:
     from trouterd.demo.show import run_demo
 
     with tempfile.TemporaryDirectory(prefix="trouterd-demo-") as folder:
-        path = Path(folder) / DEFAULT_FILE
+        path, api = Path(folder) / DEFAULT_FILE, Path(folder) / "trouterd.sock"
         path.write_text(DEMO_CONFIG, encoding="utf-8")
+        # Named as flags: variables of the environment may name the sockets of another daemon.
+        sockets = ["--socket", str(api), "--listen", "", "--control", str(api.with_suffix(".ctl"))]
         try:
-            with Daemon(["-c", str(path), "--set", "server.log_level=warning"]):
-                return run_demo(Path(folder) / "trouterd.sock")
+            with Daemon(["-c", str(path), *sockets, "--set", "server.log_level=warning"]):
+                return run_demo(api)
         except DaemonError as error:
             return _complain([str(error)], EXIT_FAILURE)
 
