@@ -152,6 +152,10 @@ def test_a_handler_may_close_its_reader(ring: Ring, run: Run) -> None:
         while not closing:
             await asyncio.sleep(0)
         await closing[0]
+        ring.producer.try_push(b"y", 1)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert (len(closing), ring.consumer.pending > 0) == (1, True)
 
     run(main)
 
