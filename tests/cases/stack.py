@@ -124,7 +124,6 @@ class Gate:
         self.context_length = runner.context_length
         self.page_size = runner.page_size
         self.num_pages = runner.num_pages
-        self.embedding = runner.embedding
         self.before = before
         """Number of the step, from 0, that waits."""
         self.reached = asyncio.Event()
