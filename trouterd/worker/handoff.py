@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from algorithms.base import Handoff, OutputView
-from ipc.messages import Abort, Nack, NackReason, PeerReq, pack_ids, unpack_ids
+from ipc.messages import MODEL_UNKNOWN, Abort, Nack, NackReason, PeerReq, pack_ids, unpack_ids
 from trouterd.worker.outbound import Outbound
 from trouterd.worker.request import GENERATION, NO_TOKEN, Request, State
 from trouterd.worker.scheduler import Scheduler
@@ -249,10 +249,9 @@ class Handoffs:
         if request is None or request.state is not State.PENDING or message.handoff_seq != request.handoff_seq:
             self.stats.stale_messages += 1
             return None
-        self.stats.nacks_received += 1
         if message.reason is NackReason.STALE:
             model = request.route.workers.index(message.source)
-            request.known[model] = -1
+            request.known[model] = MODEL_UNKNOWN
             if self._resend(request, model):
                 return None
         return request

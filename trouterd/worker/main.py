@@ -141,6 +141,7 @@ class WorkerProcess:
             "loop_lag_seconds": self.lag,
             "handoff_us": worker.stats.handoff_us(),
             **worker.gauges(),
+            **worker.totals(),
         }
 
     async def _requests(self, args: dict[str, Any]) -> list[dict[str, Any]]:
@@ -151,7 +152,9 @@ class WorkerProcess:
     async def _metrics(self, args: dict[str, Any]) -> Any:
         del args
         live = self.worker.gauges() | {"loop_lag_seconds": self.lag}
-        families = self.worker.stats.families(self.name, self.models, live, self.links.bad_records)
+        families = self.worker.stats.families(
+            self.name, self.models, live, self.worker.totals(), self.links.bad_records
+        )
         return msgspec.to_builtins(families)
 
     async def _set(self, args: dict[str, Any]) -> None:

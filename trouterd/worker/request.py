@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from ipc.messages import PeerReq, Submit, unpack_ids
+from ipc.messages import MODEL_UNKNOWN, PeerReq, Submit, unpack_ids
 from trouterd.worker.route import WorkerRoute
 
 NO_SLOT = -1
@@ -46,7 +46,7 @@ class Request:
     """Route index of the writer, per output id."""
     handoff_seq: int = 0
     known: list[int] = field(default_factory=list)
-    """Per model of the route: output tokens it knows (-1: not even the prompt)."""
+    """Per model of the route: output tokens it knows (MODEL_UNKNOWN: not even the prompt)."""
     stall: int = 0
     handoffs: int = 0
     held: int = NO_TOKEN
@@ -87,7 +87,7 @@ class Request:
             entry=entry,
             tokens=prompt,
             prompt_length=len(prompt),
-            known=[-1] * len(route.workers),
+            known=[MODEL_UNKNOWN] * len(route.workers),
             arrived_ns=now_ns,
         )
 

@@ -20,16 +20,15 @@ class Stats:
         self.steps = 0
         self.tokens = 0
         """Output tokens that this model wrote and committed."""
-        self.prompt_tokens = 0
         self.fed_rows = 0
         self.submitted = 0
+        """Requests that entered here."""
         self.finished: Counter[str] = Counter()
         self.handoffs: Counter[tuple[int, int]] = Counter()
         self.suffix_tokens = 0
         """Tokens that travelled with hand-offs."""
         self.stale_messages = 0
         self.nacks_sent = 0
-        self.nacks_received = 0
         self.refusals = 0
         self.fallbacks = 0
         self.handoff_seconds = Histogram(MICRO)
@@ -63,13 +62,16 @@ class Stats:
         ordered = sorted(self.recent_handoffs) or [0.0]
         return {"p50": ordered[len(ordered) // 2], "p99": ordered[len(ordered) * 99 // 100]}
 
-    def families(self, model: str, models: list[str], live: dict[str, float], bad_records: int) -> list[Family]:
+    def families(
+        self, model: str, models: list[str], live: dict[str, float], totals: dict[str, float], bad_records: int
+    ) -> list[Family]:
         """Metric families of this worker.
 
         Args:
             model: this worker's model, the label of every sample.
             models: model names by worker index.
             live: gauges that are read off the scheduler and the cache, by metric name.
+            totals: counts that the scheduler keeps, by metric name.
             bad_records: ring records that were no message of ours.
         """
         own = {"model": model}
@@ -79,11 +81,16 @@ class Stats:
             counter("worker_steps", "Forward passes.", [(own, self.steps)]),
             counter("worker_rows", "Token rows fed.", [(own, self.fed_rows)]),
             counter("worker_tokens", "Output tokens that this model wrote.", [(own, self.tokens)]),
+            counter("worker_submitted", "Requests that entered here.", [(own, self.submitted)]),
             counter("worker_finished", "Answers that ended at this entry, by reason.", finished),
             counter("handoffs", "Hand-offs sent.", pairs),
             counter("handoff_suffix_tokens", "Token ids that travelled with hand-offs.", [(own, self.suffix_tokens)]),
             counter("stale_peer_msgs", "Late or repeated messages, dropped.", [(own, self.stale_messages)]),
-            counter("nacks_sent", "Hand-offs refused here.", [(own, self.nacks_sent)]),
+            counter(
+                "handoffs_refused",
+                "Hand-offs not taken here (unknown: of a request whose earlier tokens are missing) or given back (no_room).",
+                [({**own, "reason": "unknown"}, self.nacks_sent), ({**own, "reason": "no_room"}, self.refusals)],
+            ),
             counter("handoff_fallbacks", "Hand-offs that nobody took.", [(own, self.fallbacks)]),
             counter("bad_records", "Ring records that are no message.", [(own, bad_records)]),
             histogram("handoff_seconds", "From sending a hand-off to its first step.", [(own, self.handoff_seconds)]),
@@ -92,6 +99,7 @@ class Stats:
             ),
             histogram("batch_rows", "Token rows of a step.", [(own, self.batch_rows)]),
             histogram("batch_requests", "Requests that got a token in a step.", [(own, self.batch_requests)]),
+            *(counter(name, TOTALS[name], [(own, value)]) for name, value in totals.items()),
             *(gauge(name, GAUGES[name], [(own, value)]) for name, value in live.items()),
         ]
 
@@ -105,8 +113,10 @@ GAUGES = {
     "pages_free": "KV pages that hold nothing.",
     "pages_cached": "KV pages that only the prefix cache holds.",
     "pages_owned": "KV pages of requests.",
-    "preemptions": "Running requests sent back to wait since the start.",
-    "visitor_evictions": "Visitors whose KV was dropped while they were away since the start.",
     "loop_lag_seconds": "How late the event loop was at the last look.",
     "messages_unsent": "Messages that wait for room in a ring.",
+}
+TOTALS = {
+    "preemptions": "Running requests sent back to wait.",
+    "visitor_evictions": "Visitors whose KV was dropped while they were away.",
 }

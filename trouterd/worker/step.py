@@ -148,19 +148,20 @@ def route(
     for row, (request, wanted) in enumerate(zip(requests, routed, strict=True)):
         if wanted:
             groups.setdefault(request.route.name, []).append(row)
-    index = torch.from_numpy(batch.output_index)
+    device = output.logits.device
+    index = torch.from_numpy(batch.output_index).to(device)
     for rows in groups.values():
         members = [requests[row] for row in rows]
         whole = len(rows) == len(requests)
-        pick = slice(None) if whole else torch.tensor(rows, dtype=torch.int64)
+        pick = slice(None) if whole else torch.tensor(rows, dtype=torch.int64, device=device)
         step = StepResult(
             logits=output.logits[pick],
             hidden=output.hidden[pick],
             tokens=tokens[pick],
             index=index[pick],
-            seed=torch.tensor([_signed(r.submit.sampling.seed) for r in members], dtype=torch.int64),
-            choice=torch.tensor([r.submit.sampling.choice for r in members], dtype=torch.int64),
-            params=_param_rows(members),
+            seed=torch.tensor([_signed(r.submit.sampling.seed) for r in members], dtype=torch.int64, device=device),
+            choice=torch.tensor([r.submit.sampling.choice for r in members], dtype=torch.int64, device=device),
+            params=_param_rows(members, device),
             state=[r.scratch for r in members],
         )
         for row, destination in zip(rows, _destinations(members[0].route, step), strict=True):
@@ -185,14 +186,16 @@ def _destinations(route: WorkerRoute, step: StepResult) -> list[int]:
     return [FAILED if destination in wrong else destination for destination in answer]
 
 
-def _param_rows(members: Sequence[Request]) -> dict[str, torch.Tensor]:
+def _param_rows(members: Sequence[Request], device: torch.device) -> dict[str, torch.Tensor]:
     """The route's parameters per row, with each request's overrides laid over them."""
     current = members[0].route.params
     count = len(members)
     if not any(r.submit.params for r in members):
-        return {name: torch.full((count,), value, dtype=torch.float32) for name, value in current.items()}
+        return {
+            name: torch.full((count,), value, dtype=torch.float32, device=device) for name, value in current.items()
+        }
     return {
-        name: torch.tensor([r.submit.params.get(name, value) for r in members], dtype=torch.float32)
+        name: torch.tensor([r.submit.params.get(name, value) for r in members], dtype=torch.float32, device=device)
         for name, value in current.items()
     }
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ipc.messages import (
+    MODEL_UNKNOWN,
     Abort,
     Active,
     Finish,
@@ -118,10 +119,12 @@ class Worker:
             "pages_free": pages["free"],
             "pages_cached": pages["cached"],
             "pages_owned": pages["owned"],
-            "preemptions": self.scheduler.preemptions,
-            "visitor_evictions": self.scheduler.evictions,
             "messages_unsent": self.outbound.unsent,
         }
+
+    def totals(self) -> dict[str, float]:
+        """What has happened since the start, by metric name (see `stats.TOTALS`)."""
+        return {"preemptions": self.scheduler.preemptions, "visitor_evictions": self.scheduler.evictions}
 
     def stop(self) -> None:
         """Let the decode loop end after the step in progress."""
@@ -287,9 +290,10 @@ class Worker:
             return
         self.scheduler.remove(request)
         if request.is_entry:
-            # Also to those that seem not to know of it: a third model may have told them.
-            for worker in request.route.workers:
-                if worker != self.index:
+            for model, worker in enumerate(request.route.workers):
+                # Also to those that seem not to know of it, since a third model may have told them; but nobody tells
+                # one that does not answer, and ends must not pile up for it.
+                if worker != self.index and (request.known[model] >= 0 or self.outbound.available(worker)):
                     self.outbound.post(worker, Finish(request.rid))
             self.active.add(request, -1)
 
@@ -326,7 +330,6 @@ class Worker:
         self.active.add(request, +1)
         request.known[0] = 0
         self.stats.submitted += 1
-        self.stats.prompt_tokens += request.prompt_length
         needed = request.prompt_length + submit.sampling.max_tokens
         if request.prompt_length and needed <= self.kv.max_context:
             self.scheduler.add(request)
@@ -401,7 +404,7 @@ class Worker:
     def _lose_peer(self, request: Request, event: ProcessState) -> None:
         model = request.route.workers.index(event.index)
         if event.state == "down":
-            request.known[model] = -1
+            request.known[model] = MODEL_UNKNOWN
         # With three models the holder is hearsay: a hop from or to the lost one may be under way, or lost with it.
         if request.state is State.PENDING and (request.holder == model or len(request.route.workers) > 2):
             self.handoffs.reclaim(request)
