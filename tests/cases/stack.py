@@ -109,7 +109,7 @@ class Stack(Cluster):
         return [
             family
             for name, worker in self.workers.items()
-            for family in worker.stats.families(name, self.names, worker.gauges() | {"loop_lag_seconds": 0.0}, 0)
+            for family in worker.stats.families(name, self.names, worker.gauges(), worker.totals(), 0)
         ]
 
 
