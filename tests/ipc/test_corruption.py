@@ -130,7 +130,8 @@ def test_fragments_that_do_not_belong_together(name: str) -> None:
             assert read_until_poisoned(ring) == []
 
 
-@pytest.mark.parametrize("rounds", [1_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("rounds", [1_000, pytest.param(50_000, marks=pytest.mark.slow)])
 def test_damage_never_makes_the_c_core_read_outside_the_ring(rounds: int) -> None:
     program = driver("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g")
     result = subprocess.run([program, "damage", str(rounds)], capture_output=True, text=True, check=False)
