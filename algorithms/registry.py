@@ -34,20 +34,6 @@ GROUP = "trouterd.algorithms"
 
 _ATTRIBUTE = "ALGORITHM"
 _DEFINES = re.compile(rf"^{_ATTRIBUTE}\b", re.MULTILINE)
-# All that a module can plausibly raise while it is imported; exits and interrupts are not ours to report.
-_LOAD_FAULTS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NameError,
-    OSError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
 
 
 class AlgorithmError(Exception):
@@ -119,6 +105,8 @@ def validate_params(definition: Definition, params: Mapping[str, Any], models: S
     except ValueError as error:
         key = next((key for key in fields if re.match(rf"{re.escape(key)}\b", str(error))), "")
         raise AlgorithmError(f"algorithm {definition.name!r}, {error}", key) from error
+    except Exception as error:  # code of users: a check that fails is no reason for the worker to
+        raise AlgorithmError(f"algorithm {definition.name!r}, check() failed: {_told(error)}") from error
     return struct
 
 
@@ -164,8 +152,8 @@ def _load_entry_point(point: EntryPoint) -> Definition:
     what = f"entry point {point.name!r} ({point.value}) of {_provider(point)}"
     try:
         loaded = point.load()
-    except _LOAD_FAULTS as error:
-        raise AlgorithmError(f"{what} cannot be loaded: {type(error).__name__}: {error}") from error
+    except Exception as error:  # code of users
+        raise AlgorithmError(f"{what} cannot be loaded: {_told(error)}") from error
     return _exposed(loaded, what) if isinstance(loaded, ModuleType) else _checked(loaded, what)
 
 
@@ -186,10 +174,15 @@ def _load_file(path: Path) -> Definition:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except _LOAD_FAULTS as error:
+    except Exception as error:  # code of users
         del sys.modules[name]
-        raise AlgorithmError(f"{path}{_line_in(path, error)}: {type(error).__name__}: {error}") from error
+        raise AlgorithmError(f"{path}{_line_in(path, error)}: {_told(error)}") from error
     return _exposed(module, str(path))
+
+
+def _told(error: Exception) -> str:
+    """An exception of users' code in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _line_in(path: Path, error: BaseException) -> str:
@@ -228,8 +221,8 @@ def _checked(definition: object, what: str) -> Definition:
 def _check_side(definition: Definition, side: int, what: str) -> None:
     try:
         built = definition.sides(side)
-    except _LOAD_FAULTS as error:
-        raise AlgorithmError(f"{what}: sides({side}) failed: {type(error).__name__}: {error}") from error
+    except Exception as error:  # code of users
+        raise AlgorithmError(f"{what}: sides({side}) failed: {_told(error)}") from error
     if not (isinstance(built, type) and issubclass(built, Algorithm)):
         raise AlgorithmError(f"{what}: sides({side}) must give a subclass of Algorithm, not {_kind(built)}")
     if built.route is Algorithm.route and built.decide is Algorithm.decide:

@@ -8,17 +8,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import Meta
 
 from models.batch import Batch, StepOutput
 
 # Low enough for exp() to give exactly 0, finite so that 0 * log 0 stays 0 in entropies.
 _NO_MASS = -1e4
+
+MAX_VOCABULARY = 1 << 20
+"""Ids; the table of a script has a row of so many logits for each of its steps."""
 
 Step = int | Sequence[float]
 """An id that takes all mass, or a whole row of logits."""
@@ -27,18 +31,18 @@ Step = int | Sequence[float]
 class ScriptFile(msgspec.Struct, forbid_unknown_fields=True):
     """The JSON form of a script."""
 
-    vocab_size: int
+    vocab_size: Annotated[int, Meta(ge=1, le=MAX_VOCABULARY)]
     eos: int
     """What follows the last step of a script that does not cycle."""
     ids: list[int] = []
-    delay_ms: float = 0.0
+    delay_ms: Annotated[float, Meta(ge=0)] = 0.0
     cycle: bool = False
     logits: list[list[float] | None] = []
     """Logits rows that stand in for the ids of the same index; null keeps the id."""
-    hidden_size: int = 8
-    context_length: int = 4096
-    page_size: int = 16
-    num_pages: int = 4096
+    hidden_size: Annotated[int, Meta(ge=1, le=1 << 16)] = 8
+    context_length: Annotated[int, Meta(ge=1, le=1 << 30)] = 4096
+    page_size: Annotated[int, Meta(ge=1, le=1 << 16)] = 16
+    num_pages: Annotated[int, Meta(ge=1, le=1 << 24)] = 4096
 
 
 class ScriptError(ValueError):
@@ -90,7 +94,7 @@ class ScriptRunner:
         """Read a `ScriptFile`. Raises ScriptError."""
         try:
             script = msgspec.json.decode(path.read_bytes(), type=ScriptFile)
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, msgspec.DecodeError, RecursionError) as error:
             raise ScriptError(f"{path}: {error}") from error
         steps: list[Step] = list(script.ids)
         steps += [script.eos] * (len(script.logits) - len(steps))

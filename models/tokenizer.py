@@ -61,8 +61,7 @@ class Tokenizer:
         settings = _optional_json(directory / "tokenizer_config.json")
         eos_ids: list[int] = []
         for name in ("config.json", "generation_config.json"):
-            value = _optional_json(directory / name).get("eos_token_id")
-            eos_ids += value if isinstance(value, list) else [value] if isinstance(value, int) else []
+            eos_ids += _end_ids(directory / name)
         try:
             return cls(_load_backend(directory), settings, _load_template(directory, settings), eos_ids)
         except ChatTemplateError as error:
@@ -74,7 +73,8 @@ class Tokenizer:
         With `add_special` the tokenizer adds what it adds (BOS, for those that do), once: a text that begins with the
         BOS token itself gets no second one.
         """
-        ids = self._backend.encode(text, add_special_tokens=add_special).ids
+        # The batch call, because `encode` keeps the interpreter's lock: a text of megabytes would stop every other thread.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
         if add_special and self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]:
             del ids[0]
         return ids
@@ -237,9 +237,12 @@ def _load_backend(directory: Path) -> tokenizers.Tokenizer:
             directory, local_files_only=True, trust_remote_code=False
         ).backend_tokenizer
     except (OSError, ValueError, ImportError, AttributeError) as error:
-        raise ModelError(f"{directory}: no tokenizer.json, and transformers cannot build one: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{directory}: no tokenizer.json, and transformers cannot build one: {reason}") from error
     if not isinstance(backend, tokenizers.Tokenizer):
         raise ModelError(f"{directory}: no tokenizer.json, and transformers has only a slow tokenizer for it")
+    if not backend.encode("a").ids:  # without any vocabulary file, transformers builds a tokenizer of nothing
+        raise ModelError(f"{directory}: no tokenizer.json, and nothing that says what its ids mean")
     return backend
 
 
@@ -258,6 +261,16 @@ def _load_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
             problem = "chat_template: must be text or a list of objects with name and template"
             raise ModelError(f"{directory / 'tokenizer_config.json'}: {problem}") from error
     return template if isinstance(template, str) else None
+
+
+def _end_ids(path: Path) -> list[int]:
+    """`eos_token_id` of config.json or generation_config.json: an id, several, or none."""
+    value = _optional_json(path).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise ModelError(f"{path}: eos_token_id: must be a token id or a list of them, not {value!r}")
+    return ids
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

@@ -27,31 +27,37 @@ def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
     return DTYPES[resolved]
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor that a checkpoint of this shape holds; a tied LM head is not among them."""
-    hidden, ffn, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor that a checkpoint of this shape holds; a tied LM head is not among them.
+
+    One by one: the number of layers is whatever config.json says.
+    """
+    hidden = config.hidden_size
+    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
     for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
-        for name, rows in (("q", q), ("k", kv), ("v", kv)):
-            shapes[f"{prefix}self_attn.{name}_proj.weight"] = (rows, hidden)
-            if config.qkv_bias:
-                shapes[f"{prefix}self_attn.{name}_proj.bias"] = (rows,)
-            if config.qk_norm and name != "v":
-                shapes[f"{prefix}self_attn.{name}_norm.weight"] = (config.head_dim,)
-        shapes[f"{prefix}self_attn.o_proj.weight"] = (hidden, q)
-        if config.o_bias:
-            shapes[f"{prefix}self_attn.o_proj.bias"] = (hidden,)
-        for name, shape in (("gate", (ffn, hidden)), ("up", (ffn, hidden)), ("down", (hidden, ffn))):
-            shapes[f"{prefix}mlp.{name}_proj.weight"] = shape
-            if config.mlp_bias:
-                shapes[f"{prefix}mlp.{name}_proj.bias"] = shape[:1]
-        shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
-        shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
-    shapes["model.norm.weight"] = (hidden,)
+        yield from _layer_tensors(config, f"model.layers.{layer}.")
+    yield "model.norm.weight", (hidden,)
     if not config.tied:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    return shapes
+        yield "lm_head.weight", (config.vocab_size, hidden)
+
+
+def _layer_tensors(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, ffn, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
+    for name, rows in (("q", q), ("k", kv), ("v", kv)):
+        yield f"{prefix}self_attn.{name}_proj.weight", (rows, hidden)
+        if config.qkv_bias:
+            yield f"{prefix}self_attn.{name}_proj.bias", (rows,)
+        if config.qk_norm and name != "v":
+            yield f"{prefix}self_attn.{name}_norm.weight", (config.head_dim,)
+    yield f"{prefix}self_attn.o_proj.weight", (hidden, q)
+    if config.o_bias:
+        yield f"{prefix}self_attn.o_proj.bias", (hidden,)
+    for name, shape in (("gate", (ffn, hidden)), ("up", (ffn, hidden)), ("down", (hidden, ffn))):
+        yield f"{prefix}mlp.{name}_proj.weight", shape
+        if config.mlp_bias:
+            yield f"{prefix}mlp.{name}_proj.bias", shape[:1]
+    yield f"{prefix}input_layernorm.weight", (hidden,)
+    yield f"{prefix}post_attention_layernorm.weight", (hidden,)
 
 
 class Checkpoint:
@@ -63,8 +69,8 @@ class Checkpoint:
 
     def __init__(self, directory: Path, config: ModelConfig) -> None:
         self._directory = Path(directory)
-        self._expected = expected_tensors(config)
         self._files = _locate(self._directory)
+        self._expected: dict[str, tuple[int, ...]] = {}
         self._check(config)
         self._handles: dict[Path, Any] = {}
 
@@ -82,9 +88,10 @@ class Checkpoint:
 
     def _check(self, config: ModelConfig) -> None:
         index = self._directory / (_SINGLE if (self._directory / _SINGLE).exists() else _INDEX)
-        for name in self._expected:
+        for name, shape in expected_tensors(config):
             if name not in self._files:
                 raise ModelError(f"{index}: tensor {name} is missing")
+            self._expected[name] = shape
         for name in self._files:
             known = name in self._expected or name.endswith(_IGNORED_SUFFIXES)
             # Tied checkpoints may hold the LM head a second time.

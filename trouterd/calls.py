@@ -35,8 +35,8 @@ class OpenCalls:
         number = next(self._numbers)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
-        send(Call(id=number, verb=verb, args=args or {}))
         try:
+            send(Call(id=number, verb=verb, args=args or {}))
             return await answer
         finally:
             del self._answers[number]

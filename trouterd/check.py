@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
-
 from algorithms.registry import AlgorithmError, load, validate_params
 from models.config import ModelConfig, ModelError
 from models.script import ScriptError, ScriptRunner
 from models.tokenizer import Tokenizer
 from trouterd.config import Config, Model
+from trouterd.worker.engine import device_problem
+from trouterd.worker.room import model_room, script_room
 
 
 def deep_problems(config: Config) -> list[str]:
@@ -31,15 +31,23 @@ def deep_problems(config: Config) -> list[str]:
 
 
 def _model_problems(name: str, model: Model) -> Iterable[str]:
-    if model.device.startswith("cuda") and not torch.cuda.is_available():
-        yield f"models.{name}.device: {model.device}, but this host or this build of torch has no CUDA"
+    if problem := device_problem(model):
+        yield f"models.{name}.device: {problem}"
     try:
         if model.format == "script":
-            ScriptRunner.load(Path(model.path))
+            script = ScriptRunner.load(Path(model.path))
         else:
-            ModelConfig.load(Path(model.path))
+            shape = ModelConfig.load(Path(model.path))
     except (ModelError, ScriptError) as error:
         yield f"models.{name}.path: {error}"
+        return
+    try:
+        if model.format == "script":
+            script_room(name, model, script)
+        else:
+            model_room(name, model, shape)
+    except ModelError as error:
+        yield str(error)
 
 
 def _tokenizers(config: Config) -> tuple[dict[str, Tokenizer], list[str]]:

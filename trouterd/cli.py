@@ -122,7 +122,7 @@ def _load(options: argparse.Namespace, *, check: bool = True, need_file: bool = 
 
 def _serve(options: argparse.Namespace) -> int:
     from ipc.errors import SegmentError
-    from trouterd.supervisor.sockets import SocketError, SocketInUseError
+    from trouterd.supervisor.sockets import AddressError, SocketError, SocketInUseError
     from trouterd.supervisor.supervisor import Supervisor
 
     config = _load(options)
@@ -135,6 +135,8 @@ def _serve(options: argparse.Namespace) -> int:
         return asyncio.run(run())
     except SocketInUseError as error:
         return _complain([str(error)], EXIT_TEMPORARY)
+    except AddressError as error:
+        return _complain([str(error)], EXIT_CONFIG)
     except (SocketError, SegmentError) as error:
         return _complain([str(error)], EXIT_FAILURE)
 

@@ -57,7 +57,9 @@ class Server(Section, frozen=True):
 class Supervision(Section, frozen=True):
     """How the supervisor watches its children."""
 
-    heartbeat_interval: Annotated[float, Meta(gt=0, description="Seconds between two pings of a child.")] = 0.5
+    heartbeat_interval: Annotated[float, Meta(ge=0.01, le=60, description="Seconds between two pings of a child.")] = (
+        0.5
+    )
     peer_stall: Annotated[
         float,
         Meta(
@@ -79,7 +81,7 @@ class Supervision(Section, frozen=True):
 class Rings(Section, frozen=True):
     """The shared-memory rings between processes."""
 
-    capacity: Annotated[int, Meta(ge=1 << 16, description="Bytes of one ring, a power of two.")] = 1 << 20
+    capacity: Annotated[int, Meta(ge=1 << 16, le=1 << 30, description="Bytes of one ring, a power of two.")] = 1 << 20
     spill_records: Annotated[int, Meta(ge=1, description="Records that may wait in a sender when a ring is full.")] = (
         4096
     )
@@ -113,22 +115,29 @@ class Model(Section, frozen=True):
     tokenizer: Annotated[str, Meta(description="Directory of the tokenizer; '' = the model's own.")] = ""
     device: Annotated[str, Meta(description="'cpu' or a CUDA device such as 'cuda:0'.")] = "cpu"
     dtype: Annotated[Literal["float32", "bfloat16"], Meta(description="Type of weights and KV.")] = "float32"
-    threads: Annotated[int, Meta(ge=1, description="CPU threads of the worker.")] = 1
+    threads: Annotated[int, Meta(ge=1, le=1024, description="CPU threads of the worker.")] = 1
     context_length: Annotated[
         int,
-        Meta(ge=0, description="Largest prompt + output, tokens; 0 = the model's own, which can need much kv_bytes."),
+        Meta(
+            ge=0,
+            le=1 << 30,
+            description="Largest prompt + output, tokens; 0 = the model's own, which can need much kv_bytes.",
+        ),
     ] = 0
     kv_tokens: Annotated[
-        int, Meta(ge=0, description="KV pool size in tokens; 0 = 16 full contexts, capped by kv_bytes.")
+        int, Meta(ge=0, le=1 << 40, description="KV pool size in tokens; 0 = 16 full contexts, capped by kv_bytes.")
     ] = 0
     kv_bytes: Annotated[
-        int, Meta(ge=1 << 20, description="Most bytes that an automatic KV pool takes; one full context must fit.")
+        int,
+        Meta(
+            ge=1 << 20, le=1 << 50, description="Most bytes that an automatic KV pool takes; one full context must fit."
+        ),
     ] = 1 << 30
-    page_size: Annotated[int, Meta(ge=1, description="Tokens of one KV page.")] = 16
+    page_size: Annotated[int, Meta(ge=1, le=1 << 16, description="Tokens of one KV page.")] = 16
     prefix_cache: Annotated[
         bool, Meta(description="Keep the KV of finished prompts and answers for later requests.")
     ] = True
-    max_requests: Annotated[int, Meta(ge=1, description="Requests that may hold KV here at once.")] = 256
+    max_requests: Annotated[int, Meta(ge=1, le=1 << 16, description="Requests that may hold KV here at once.")] = 256
     max_batch_tokens: Annotated[
         int, Meta(ge=16, description="Token rows of one step; longer prefills are chunked.", extra=LIVE)
     ] = 512

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from trouterd.config import Config, Model, Route
-from trouterd.keys import suggestion
+from trouterd.keys import dotted, suggestion
 
 RESERVED_NAMES = ("api", "supervisor")
 MAX_SOCKET_PATH = 107
@@ -48,13 +48,8 @@ def parse_listen(listen: str) -> tuple[str, int]:
 
 def _server_problems(config: Config) -> list[str]:
     server = config.server
-    problems = []
-    for key, path in (("socket", server.socket), ("control", server.control)):
-        size = len(path.encode())
-        if size > MAX_SOCKET_PATH:
-            problems.append(f"server.{key}: path of {size} bytes; the system takes {MAX_SOCKET_PATH}: {path}")
-        elif path and not Path(path).parent.is_dir():
-            problems.append(f"server.{key}: no folder {Path(path).parent}")
+    problems = _socket_path_problems("server.socket", server.socket)
+    problems += _socket_path_problems("server.control", server.control)
     if server.socket and server.socket == server.control:
         problems.append(f"server.control: the same as server.socket: {server.socket}")
     if server.listen:
@@ -72,11 +67,24 @@ def _server_problems(config: Config) -> list[str]:
     return problems
 
 
+def _socket_path_problems(key: str, path: str) -> list[str]:
+    size = len(path.encode())
+    if "\0" in path:
+        return [f"{key}: a path holds no zero bytes: {path!r}"]
+    if size > MAX_SOCKET_PATH:
+        return [f"{key}: path of {size} bytes; the system takes {MAX_SOCKET_PATH}: {path}"]
+    if path and not Path(path).parent.is_dir():
+        return [f"{key}: no folder {Path(path).parent}"]
+    return []
+
+
 def _name_problems(table: str, name: str) -> list[str]:
     if name in RESERVED_NAMES:
-        return [f"{table}.{name}: the name is reserved"]
+        return [f"{dotted((table, name))}: the name is reserved"]
     if not _NAME.fullmatch(name):
-        return [f"{table}.{name}: a name is letters, digits and . _ : / @ + -, and starts with a letter or digit"]
+        return [
+            f"{dotted((table, name))}: a name is letters, digits and . _ : / @ + -, and starts with a letter or digit"
+        ]
     return []
 
 

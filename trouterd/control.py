@@ -156,7 +156,7 @@ def _body_length(header: bytes) -> int:
 def _decode(body: bytes) -> Frame:
     try:
         return _decoder.decode(body)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ControlError(f"undecodable control frame: {error}") from error
 
 

@@ -105,8 +105,8 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def dotted(path: Iterable[str]) -> str:
-    """A key's path as written in messages, flags and by trouterctl."""
-    return ".".join(path)
+    """A key's path as written in messages, flags and by trouterctl; a part that does not fit into a line is quoted."""
+    return ".".join(part if part and part.isprintable() else repr(part) for part in path)
 
 
 def value_problem(key: Key, value: Any) -> str:
@@ -120,6 +120,17 @@ def value_problem(key: Key, value: Any) -> str:
     except msgspec.ValidationError as error:
         reason = str(error).replace("`", "").partition(" - at ")[0]
         return f"{reason[0].lower()}{reason[1:].split(', got')[0]}, got {value!r}"
+    return carriage_problem(value)
+
+
+def carriage_problem(value: Any) -> str:
+    """Why a value cannot be carried to the other processes; '' if it can."""
+    try:
+        msgspec.msgpack.encode(value)
+    except OverflowError:
+        return f"a whole number of more than 64 bits: {value!r}"
+    except UnicodeEncodeError:
+        return f"not UTF-8: {value!r}"
     return ""
 
 
@@ -132,7 +143,7 @@ def parse_text(key: Key | None, text: str) -> Any:
         return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
 
 

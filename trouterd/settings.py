@@ -22,6 +22,7 @@ from trouterd.consistency import config_problems
 from trouterd.keys import (
     Key,
     UnknownKeyError,
+    carriage_problem,
     dotted,
     entries_of,
     keys_of,
@@ -125,6 +126,8 @@ def set_value(config: Config, name: str, value: Any) -> tuple[Config, Any, Any]:
     if key is None:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ConfigError([f"{name}: only numbers are live, got {value!r}"])
+        if problem := carriage_problem(value):
+            raise ConfigError([f"{name}: {problem}"])
     elif not key.live:
         raise ConfigError([f"{name}: not live; change it in the file and restart the daemon"])
     elif key.plain == dict[str, Any]:
@@ -176,7 +179,7 @@ def _file_source(path: Path) -> Source:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError([f"{path}: cannot read the configuration: {error.strerror}"]) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError([f"{path}: not TOML: {error}"]) from error
     return Source(str(path), tree, path.resolve().parent)
 

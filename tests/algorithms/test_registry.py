@@ -143,6 +143,7 @@ def test_two_files_of_one_name_stay_apart(write, tmp_path):
         ("def f(:\n    pass", r"rule\.py:1: SyntaxError"),
         ("\n\nimport no_such_module_anywhere", r"rule\.py:3: ModuleNotFoundError: .*no_such_module_anywhere"),
         ("x = 1\ny = 1 / 0", r"rule\.py:2: ZeroDivisionError"),
+        ("class Odd(Exception):\n    pass\nraise Odd('two\\nlines')", r"rule\.py:3: Odd: two lines$"),
         (
             GOOD.replace("lambda side: Small if side == 0 else ReturnAfterOne", "lambda side: 5"),
             r"sides\(0\) must give",
@@ -223,6 +224,14 @@ def test_parameter_faults_name_the_key(params, key, message):
     with pytest.raises(AlgorithmError, match=message) as caught:
         validate_params(PAIR, params, "ab")
     assert caught.value.key == key
+
+
+def test_check_that_fails_is_a_fault_of_the_algorithm():
+    def check(params, models):
+        raise KeyError("odd")
+
+    with pytest.raises(AlgorithmError, match=r"'odd', check\(\) failed: KeyError: 'odd'"):
+        validate_params(Definition("odd", lambda _: Pair, Params, max_models=3, check=check), {"share": 1}, "ab")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from ipc.messages import Abort, Message, Sampling, Submit, Tokens, TokenUpdate, 
 from models.tokenizer import Tokenizer
 from tests.api.harness import config
 from trouterd.api.catalog import Catalog
-from trouterd.api.engine import EngineClient
+from trouterd.api.engine import MIN_TICK, EngineClient
 from trouterd.api.errors import RequestError
 from trouterd.api.live import Job, LiveRequest
 from trouterd.control import PeerState
@@ -90,6 +90,10 @@ async def test_a_gap_fails_the_request(tokenizer: Tokenizer) -> None:
     aborted = [message.rid for message in bench.sent.messages if isinstance(message, Abort)]
     assert aborted == [one.rid for one in bench.live.generations], "every choice, once"
     assert bench.engine.active == 0
+
+
+async def test_periodic_work_has_a_shortest_interval() -> None:
+    assert EngineClient(config(keepalive_interval=1e-9), lambda worker, message: True).tick_interval == MIN_TICK
 
 
 async def test_ids_of_two_epochs_never_meet(tokenizer: Tokenizer) -> None:

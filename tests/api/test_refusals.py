@@ -170,6 +170,19 @@ async def test_malformed_bodies(tmp_path: Path, tokenizer: Tokenizer, body: byte
         assert (await api.chat())[0] == 200
 
 
+@pytest.mark.parametrize("coding", ["gzip", "deflate"])
+async def test_body_that_is_not_in_its_coding(
+    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, coding: str
+) -> None:
+    async with serve(tmp_path, tokenizer, HI) as api:
+        headers = {"Content-Encoding": coding}
+        async with api.session.post(f"http://test{CHAT}", data=b'{"model": "small"}', headers=headers) as answer:
+            assert answer.status == 400
+            assert (await answer.json())["error"]["code"] == "unreadable_body"
+        assert (await api.chat())[0] == 200
+    assert [record for record in caplog.records if record.name.startswith("trouterd") and record.exc_info] == []
+
+
 async def test_unknown_model(tmp_path: Path, tokenizer: Tokenizer) -> None:
     async with serve(tmp_path, tokenizer, HI) as api:
         status, answer = await api.chat(model="gpt-4")

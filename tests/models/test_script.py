@@ -75,6 +75,10 @@ def test_file_round_trip(tmp_path: Path) -> None:
         ('{"vocab_size": 4, "eos": 3, "ids": [7]}', "ids: 7 is outside"),
         ('{"vocab_size": 4, "eos": 3, "logits": [[1.0]]}', "1 values, vocab_size is 4"),
         ('{"vocab_size": "x", "eos": 3}', "vocab_size"),
+        ('{"vocab_size": 258000000000000, "eos": 3}', "vocab_size"),
+        ('{"vocab_size": 4, "eos": 3, "delay_ms": -1}', "delay_ms"),
+        ('{"vocab_size": 4, "eos": 3, "num_pages": 0}', "num_pages"),
+        ('{"vocab_size": 4, "eos": 3, "ids": ' + "[" * 100_000, "ids|recursion"),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, content: str, message: str) -> None:

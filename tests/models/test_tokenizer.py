@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -248,6 +250,60 @@ def test_a_directory_without_tokenizer_json_is_converted(tmp_path: Path) -> None
     (other / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
     assert Tokenizer.load(other).encode("Hi", add_special=False) == [72, 105]
     assert vocabulary_size(other) > 255
+
+
+def test_other_threads_go_on_during_a_long_text(bytetok: Tokenizer) -> None:
+    rounds, done = 0, threading.Event()
+
+    def count() -> None:
+        nonlocal rounds
+        while not done.is_set():
+            rounds += 1
+            time.sleep(0)
+
+    interval = sys.getswitchinterval()
+    # Long enough that nobody is made to let go of the interpreter's lock: what runs meanwhile was let in.
+    sys.setswitchinterval(1000.0)
+    counter = threading.Thread(target=count)
+    try:
+        counter.start()
+        before = rounds
+        ids = bytetok.encode("a" * 200_000, add_special=False)
+        after = rounds
+    finally:
+        done.set()
+        counter.join()
+        sys.setswitchinterval(interval)
+    assert len(ids) == 200_000
+    assert after > before
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", b'{"eos_token_id": [1, "b"]}', r"config\.json: eos_token_id: must be a token id or a list"),
+        ("generation_config.json", b'{"eos_token_id": [{}]}', r"generation_config\.json: eos_token_id: must be"),
+        ("generation_config.json", b'{"eos_token_id": true}', r"generation_config\.json: eos_token_id: must be"),
+        ("config.json", b"[" * 100_000, r"config\.json: not valid JSON"),
+        ("chat_template.jinja", b"\xff\xfe", r"chat_template\.jinja: cannot be read as UTF-8 text"),
+    ],
+)
+def test_broken_files_beside_the_tokenizer_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    directory = byte_tokenizer(tmp_path)
+    (directory / name).write_bytes(content)
+    with pytest.raises(ModelError, match=message) as caught:
+        Tokenizer.load(directory)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_tokenizer_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(ModelError, match=r"no tokenizer\.json, and nothing that says what its ids mean"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(ModelError, match=r"no tokenizer\.json, and transformers cannot build one") as caught:
+        Tokenizer.load(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_torch_is_not_imported(tmp_path: Path) -> None:

@@ -81,6 +81,14 @@ def test_missing_unknown_and_misshapen_tensors(tmp_path: Path) -> None:
         TorchRunner.load(directory, num_pages=1, page_size=16)
 
 
+def test_absurd_number_of_layers_is_found_at_once(tmp_path: Path) -> None:
+    directory = tiny_qwen3(tmp_path)
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 10**12, "layer_types": None}))
+    with pytest.raises(ModelError, match=r"tensor model\.layers\.\d+\.self_attn\.q_proj\.weight is missing"):
+        open_checkpoint(directory)
+
+
 @pytest.mark.parametrize("size", [0, 5, 200, -1])
 def test_truncated_files(tmp_path: Path, size: int) -> None:
     directory = tiny_qwen3(tmp_path)

@@ -134,7 +134,7 @@ def tiny_model(
     } | config
     (directory / "config.json").write_text(json.dumps(settings))
     (directory / "generation_config.json").write_text(json.dumps({"bos_token_id": BOS, "eos_token_id": eos}))
-    shapes = expected_tensors(ModelConfig.load(directory))
+    shapes = dict(expected_tensors(ModelConfig.load(directory)))
     save_file(random_tensors(shapes, seed, dtype), directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 

@@ -12,7 +12,7 @@ import msgspec
 
 from tests.supervisor.conftest import Start
 from tests.supervisor.daemon import toy_config
-from trouterd.control import Ping, pack_frame, receive_frame
+from trouterd.control import Call, Ping, pack_frame, receive_frame
 
 
 def test_set_changes_every_worker_and_leaves_an_audit_line(start: Start) -> None:
@@ -113,16 +113,36 @@ def test_verbs_that_children_answer(start: Start) -> None:
     assert "unknown verb" in unknown.error
     assert not unknown.refused
     assert "set needs key and value" in daemon.ask("set").error
+    assert "abort needs id" in daemon.ask("abort").error
 
 
 def test_foreign_bytes_close_one_connection_only(start: Start) -> None:
     daemon = start().wait_ready()
-    for garbage in (b"\xff\xff\xff\xff", b"\x02\x00\x00\x00hi", pack_frame(Ping(number=1))):
+    call = b"\x84\xa4type\xa4Call\xa2id\x01\xa4verb\xa6status\xa4args\x81\xa1a" + b"\x91" * 100_000 + b"\x01"
+    deep = len(call).to_bytes(4, "little") + call
+    for garbage in (b"\xff\xff\xff\xff", b"\x02\x00\x00\x00hi", pack_frame(Ping(number=1)), deep):
         with socket.socket(socket.AF_UNIX) as link:
             link.connect(daemon.config.server.control)
             link.sendall(garbage)
             assert receive_frame(link) is None
     assert daemon.status()["state"] == "ready"
+    daemon.wait_log("undecodable control frame: maximum recursion depth")
+
+
+def test_caller_that_is_gone_before_its_answer(start: Start) -> None:
+    daemon = start().wait_ready()
+    pid = daemon.child("small")["pid"]
+    os.kill(pid, signal.SIGSTOP)  # the answer takes as long as a call to a child may
+    try:
+        with socket.socket(socket.AF_UNIX) as link:
+            link.connect(daemon.config.server.control)
+            link.sendall(pack_frame(Call(id=1, verb="status")) * 2)
+        daemon.wait_log("Connection lost")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    daemon.process.send_signal(signal.SIGTERM)
+    daemon.wait()
+    assert "never retrieved" not in daemon.log
 
 
 def test_sockets_are_private_under_any_umask(start: Start) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trouterd.config import Server
-from trouterd.supervisor.sockets import Listeners, SocketError, SocketInUseError, open_tcp, open_unix
+from trouterd.supervisor.sockets import AddressError, Listeners, SocketError, SocketInUseError, open_tcp, open_unix
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ def test_socket_that_answers_is_in_use(tmp_path: Path, backlog_full: bool) -> No
 def test_other_files_are_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "s"
     path.write_text("precious")
-    with pytest.raises(SocketError, match="exists and is not a socket"):
+    with pytest.raises(AddressError, match="exists and is not a socket"):
         open_unix("server.socket", path, 0o600)
     assert path.read_text() == "precious"
 
@@ -98,7 +98,7 @@ def test_tcp_port_in_use() -> None:
 
 
 def test_nothing_to_listen_on() -> None:
-    with pytest.raises(SocketError, match="both empty"):
+    with pytest.raises(AddressError, match="both empty"):
         Listeners.open(Server(socket="", listen=""), [])
 
 

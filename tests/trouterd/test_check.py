@@ -83,6 +83,29 @@ def test_script_file(tmp_path: Path) -> None:
     assert problem.startswith("models.s.path: ")
 
 
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"context_length": 5000}, "models.small.context_length: 5000, but the model takes at most 1024"),
+        ({"kv_tokens": 1}, "models.small.kv_tokens: 0 pages of 16 tokens cannot hold one context of 1024"),
+        ({"kv_tokens": 1023}, "models.small.kv_tokens: 63 pages of 16 tokens cannot hold one context of 1024"),
+        ({"page_size": 1 << 16}, "models.small.kv_bytes: 0 pages of 65536 tokens cannot hold"),
+    ],
+)
+def test_sizes_that_do_not_fit(settings: dict[str, int], problem: str) -> None:
+    model = Model(path=str(SMALL_DIRECTORY), **settings)  # type: ignore[arg-type]
+    (found,) = deep_problems(Config(models={"small": model}))
+    assert found.startswith(problem)
+
+
+def test_script_with_too_little_room(tmp_path: Path) -> None:
+    file = tmp_path / "script.json"
+    file.write_text('{"vocab_size": 4, "eos": 3, "num_pages": 2}')
+    model = Model(path=str(file), format="script", tokenizer=str(SMALL_DIRECTORY))
+    (problem,) = deep_problems(Config(models={"s": model}))
+    assert problem.startswith("models.s.path: num_pages: 2 pages of 16 tokens cannot hold one context of 4096")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has CUDA")
 def test_device_that_is_not_there() -> None:
     models = {"small": Model(path=str(SMALL_DIRECTORY), device="cuda:0")}

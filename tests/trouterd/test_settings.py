@@ -119,6 +119,13 @@ def test_text_values_take_the_types_of_their_keys(file: Path) -> None:
         ("[models.x]\npath = 'weights/small'\ntokenizer = 't'", "models.x.tokenizer: no directory {folder}/t"),
         ("[models.x]\npath = 'weights/small'\ndevice = 'gpu'", "models.x.device: expected 'cpu' or a CUDA device"),
         ("[rings]\ncapacity = 100000", "rings.capacity: expected a power of two, got 100000"),
+        ("[rings]\ncapacity = 1099511627776", "rings.capacity: expected int <= 1073741824"),
+        ("[supervision]\nheartbeat_interval = inf", "supervision.heartbeat_interval: expected float <= 60"),
+        ("[models.x]\npath = 'weights/small'\nmax_requests = 1000000000", "models.x.max_requests: expected int <= "),
+        (f"[rings]\nspill_bytes = {10**30}", "rings.spill_bytes: a whole number of more than 64 bits"),
+        (f"[routes.x]\nmodels = ['small']\nparams = {{ n = {10**30} }}", "routes.x.params: a whole number of more"),
+        ("[models.\"a\\nb\"]\npath = 'weights/small'", r"models.'a\nb': a name is letters"),
+        ("[routes.'']\nmodels = ['small']", "routes.'': a name is letters"),
     ],
 )
 def test_mistakes_are_named(file: Path, text: str, problem: str) -> None:
@@ -156,6 +163,7 @@ def test_home_folder_of_nobody(file: Path) -> None:
         ("control", "'api.sock'", "server.control: the same as server.socket: {folder}/api.sock"),
         ("control", "'no/where'", "server.control: no folder {folder}/no"),
         ("control", f"'{'x' * 120}'", "server.control: path of "),
+        ("control", '"a\\u0000b"', "server.control: a path holds no zero bytes: "),
     ],
 )
 def test_server_mistakes_are_named(file: Path, key: str, value: str, problem: str) -> None:
@@ -183,11 +191,32 @@ def test_mistakes_outside_the_file_name_their_source(file: Path) -> None:
         load(file, {}, [("models.smal.threads", "1")])
 
 
+def test_variables_and_flags_over_a_file_of_the_wrong_shape(tmp_path: Path) -> None:
+    file = tmp_path / "f.toml"
+    file.write_text("models = 5\n")
+    with pytest.raises(ConfigError) as caught:
+        load(file, {"TROUTERD_MODELS__SMALL__THREADS": "4"})
+    assert caught.value.problems == [
+        f"{file}: models: expected one table per name, got 5",
+        "environment: models.small.threads: no entry of 'models' in 'small.threads'",
+    ]
+    with pytest.raises(ConfigError, match="expected one table per name"):
+        load(file, {}, [("models.small.threads", "4")])
+
+
+def test_flag_that_is_no_text(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"flag: server\.socket: not UTF-8"):
+        load(file, {}, [("server.socket", "/tmp/\udcff")])  # noqa: S108
+
+
 def test_file_that_is_missing_or_no_toml(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the configuration: No such file"):
         load(tmp_path / "none.toml", {})
     (tmp_path / "bad.toml").write_text("[server\n")
     with pytest.raises(ConfigError, match="bad.toml: not TOML: .*line 1"):
+        load(tmp_path / "bad.toml", {})
+    (tmp_path / "bad.toml").write_text("a = " + "[" * 100_000)
+    with pytest.raises(ConfigError, match="bad.toml: not TOML: "):
         load(tmp_path / "bad.toml", {})
 
 
@@ -262,6 +291,8 @@ def test_set_value_builds_a_new_configuration(file: Path) -> None:
         ("routes.par.max_stall", "3", "did you mean 'pair'"),
         ("routes.pair.max_stall.x", "3", "is a value, not a table"),
         ("models.big-1.7b.max_batch_tokens", "3", "expected int >= 16"),
+        ("models.big-1.7b.max_batch_tokens", "9" * 30, "more than 64 bits"),
+        ("routes.pair.params.threshold", "9" * 30, "more than 64 bits"),
     ],
 )
 def test_set_value_refuses(file: Path, name: str, value: object, why: str) -> None:

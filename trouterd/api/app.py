@@ -84,6 +84,12 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return await _answer(request, error)
     except web.HTTPException as error:
         return await _answer(request, _http_error(request, error))
+    except web.RequestPayloadError as error:
+        reason = " ".join(str(error).split())
+        refusal = RequestError(400, "unreadable_body", f"the request body cannot be read: {reason}")
+        answer = await _answer(request, refusal)
+        answer.force_close()  # where the next request would begin is anybody's guess
+        return answer
     except Exception:
         log.exception("%s %s failed", request.method, request.path, extra={"request_id": request[REQUEST_ID]})
         return await _answer(request, internal())

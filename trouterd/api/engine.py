@@ -26,6 +26,8 @@ Send = Callable[[str, Message], bool]
 
 RETRY_AFTER = 1
 """Seconds that a refused client is told to wait."""
+MIN_TICK = 0.01
+"""Seconds between two rounds of periodic work, however short the keep-alive interval."""
 FORCE_GRACE = 0.1
 """Seconds that error frames get to reach their clients at the end."""
 _EPOCH_SHIFT = 40
@@ -67,7 +69,7 @@ class EngineClient:
     @property
     def tick_interval(self) -> float:
         """Seconds between two calls of `tick` that keep-alive comments need."""
-        return min(1.0, self._keepalive / 4) if self._keepalive else 1.0
+        return min(1.0, max(self._keepalive / 4, MIN_TICK)) if self._keepalive else 1.0
 
     # Requests
 

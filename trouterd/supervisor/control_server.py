@@ -48,15 +48,15 @@ class ControlServer:
         task.add_done_callback(self._connections.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        who = _who(writer)
         try:
-            await self._answer_calls(reader, writer)
+            await self._answer_calls(reader, writer, who)
         except (ControlError, ConnectionError) as error:
-            log.warning("control socket, %s: %s", _who(writer), error)
+            log.warning("control socket, %s: %s", who, error)
         finally:
             writer.close()
 
-    async def _answer_calls(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        who = _who(writer)
+    async def _answer_calls(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, who: str) -> None:
         while (frame := await read_frame(reader)) is not None:
             if not isinstance(frame, Call):
                 raise ControlError(f"expected Call, got {type(frame).__name__}")

@@ -25,6 +25,10 @@ class SocketError(Exception):
     """A listening socket cannot be opened; the message names the key, the address and what to do."""
 
 
+class AddressError(SocketError):
+    """The configuration names what cannot be listened on, now or later."""
+
+
 class SocketInUseError(SocketError):
     """Another process answers on the address."""
 
@@ -74,7 +78,7 @@ class Listeners:
             if server.listen:
                 others.append(open_tcp(server.listen))
             if unix is None and not others:
-                raise SocketError("server.socket and server.listen are both empty: there is nothing to listen on")
+                raise AddressError("server.socket and server.listen are both empty: there is nothing to listen on")
             stack.pop_all()
         return cls(unix, others)
 
@@ -108,12 +112,15 @@ def open_unix(key: str, path: Path, mode: int, group: str = "") -> UnixListener:
 
     Raises:
         SocketInUseError: another process answers there.
-        SocketError: the path is something else, or the system refuses.
+        AddressError: the path is something else, or the folder is not ours to write.
+        SocketError: the system refuses.
     """
     try:
         with _locked(path.parent):
             _remove_stale(key, path)
             return _listen_unix(path, mode, group)
+    except PermissionError as error:
+        raise AddressError(f"{key}: no permission to listen on {path}") from error
     except OSError as error:
         raise SocketError(f"{key}: cannot listen on {path}: {error.strerror or error}") from error
 
@@ -174,7 +181,7 @@ def _remove_stale(key: str, path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(kind):
-        raise SocketError(f"{key}: {path} exists and is not a socket; remove it or choose another path")
+        raise AddressError(f"{key}: {path} exists and is not a socket; remove it or choose another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:

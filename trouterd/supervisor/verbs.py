@@ -121,8 +121,10 @@ class Verbs:
         return {"state": "draining", "drain_timeout": self._fleet.config.server.drain_timeout}
 
     async def _abort(self, args: dict[str, Any], who: str) -> Any:
+        if "id" not in args:
+            raise CallError("abort needs id")
         result = await self._fleet.children[API].call("abort", args)
-        audit.info("abort %s by %s", args.get("id"), who)
+        audit.info("abort %s by %s", args["id"], who)
         return result
 
     async def _flush_cache(self, args: dict[str, Any], who: str) -> dict[str, Any]:

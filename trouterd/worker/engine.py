@@ -15,11 +15,9 @@ from models.script import ScriptRunner
 from models.tokenizer import Tokenizer, vocabulary_size
 from models.torch_runner import TorchRunner
 from trouterd.config import Config, Model
+from trouterd.worker.room import model_room, script_room
 
 log = logging.getLogger(__name__)
-
-AUTO_CONTEXTS = 16
-"""Full contexts that an automatic KV pool holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,32 +35,52 @@ def open_engine(name: str, model: Model) -> Engine:
     Raises:
         ModelError, ScriptError: nothing can be served from there; the message names file and field.
     """
+    if problem := device_problem(model):
+        raise ModelError(f"models.{name}.device: {problem}")
     torch.set_num_threads(model.threads)
     runner: ModelRunner
     if model.format == "script":
         runner = ScriptRunner.load(Path(model.path))
-        context = _context(name, model, runner.context_length)
+        room = script_room(name, model, runner)
     else:
         path = Path(model.path)
-        shape = ModelConfig.load(path)
-        context = _context(name, model, shape.context_length)
-        pages = _num_pages(name, model, shape.kv_bytes_per_token(_element_size(model)), context)
-        runner = TorchRunner.load(
-            path,
-            device=model.device,
-            dtype=model.dtype,
-            num_pages=pages,
-            page_size=model.page_size,
-            vocab_size=vocabulary_size(tokenizer_folder(model)),
-            context_length=context,
-        )
-    kv = KvCache(runner.num_pages, runner.page_size, model.max_requests, context, model.prefix_cache)
-    if kv.capacity_tokens < context:
-        raise ModelError(
-            f"models.{name}.kv_tokens: {kv.capacity_tokens} tokens cannot hold one context of {context};"
-            f" raise kv_tokens or lower context_length"
-        )
+        room = model_room(name, model, ModelConfig.load(path))
+        log.info("%s: KV pool of %d tokens, %.0f MiB", name, room.pages * room.page_size, room.kv_bytes / 2**20)
+        try:
+            runner = TorchRunner.load(
+                path,
+                device=model.device,
+                dtype=model.dtype,
+                num_pages=room.pages,
+                page_size=room.page_size,
+                vocab_size=vocabulary_size(tokenizer_folder(model)),
+                context_length=room.context,
+            )
+        except RuntimeError as error:  # torch has no narrower one for memory that it cannot get
+            if not _is_lack_of_memory(error):
+                raise
+            raise ModelError(
+                f"models.{name}: not enough memory for the weights and a KV pool of {room.kv_bytes / 2**20:.0f} MiB;"
+                " lower kv_tokens or context_length"
+            ) from error
+    kv = KvCache(room.pages, room.page_size, model.max_requests, room.context, model.prefix_cache)
     return Engine(runner, kv, torch.device(model.device))
+
+
+def device_problem(model: Model) -> str:
+    """Why the model cannot run on its device; '' if it can."""
+    device = torch.device(model.device)
+    if device.type != "cuda":
+        return ""
+    if not torch.cuda.is_available():
+        return f"{model.device}, but this host or this build of torch has no CUDA"
+    if (device.index or 0) >= torch.cuda.device_count():
+        return f"{model.device}, but this host has {torch.cuda.device_count()} CUDA devices"
+    return ""
+
+
+def _is_lack_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def end_ids(config: Config) -> dict[str, frozenset[int]]:
@@ -77,21 +95,3 @@ def end_ids(config: Config) -> dict[str, frozenset[int]]:
 def tokenizer_folder(model: Model) -> Path:
     """Where a model's tokenizer lies."""
     return Path(model.tokenizer or model.path)
-
-
-def _context(name: str, model: Model, longest: int) -> int:
-    if model.context_length > longest:
-        raise ModelError(f"models.{name}.context_length: {model.context_length}, but the model takes at most {longest}")
-    return model.context_length or longest
-
-
-def _num_pages(name: str, model: Model, bytes_per_token: int, context: int) -> int:
-    tokens = model.kv_tokens
-    if tokens == 0:
-        tokens = min(AUTO_CONTEXTS * context, model.kv_bytes // bytes_per_token)
-        log.info("%s: KV pool of %d tokens, %.0f MiB", name, tokens, tokens * bytes_per_token / 2**20)
-    return tokens // model.page_size
-
-
-def _element_size(model: Model) -> int:
-    return 2 if model.dtype == "bfloat16" else 4

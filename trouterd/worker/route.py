@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 from algorithms.base import Algorithm, Definition, RouteContext
-from algorithms.registry import load, numeric_params, validate_params
+from algorithms.registry import AlgorithmError, load, numeric_params, validate_params
 from trouterd.config import Config, Route
 
 
@@ -96,5 +96,15 @@ def build_routes(
 
 
 def build_side(definition: Definition, context: RouteContext, params: msgspec.Struct) -> Algorithm:
-    """The algorithm object of one side of a route."""
-    return definition.sides(context.side)(context, params)
+    """The algorithm object of one side of a route.
+
+    Raises:
+        AlgorithmError: its own code failed.
+    """
+    try:
+        return definition.sides(context.side)(context, params)
+    except Exception as error:  # code of users
+        reason = " ".join(str(error).split())
+        raise AlgorithmError(
+            f"algorithm {definition.name!r}: side {context.side} cannot be built: {type(error).__name__}: {reason}"
+        ) from error

@@ -1,0 +1,46 @@
+"""Opening a model: what the configuration asks for and the host does not have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from algorithms.base import Algorithm, Definition, RouteContext
+from algorithms.registry import AlgorithmError
+from models.config import ModelError
+from trouterd.config import Model
+from trouterd.demo import SMALL_DIRECTORY
+from trouterd.worker.engine import open_engine
+from trouterd.worker.route import build_side
+
+
+def test_more_memory_than_there_is() -> None:
+    model = Model(path=str(SMALL_DIRECTORY), kv_tokens=1 << 40)
+    with pytest.raises(ModelError, match=r"^models\.m: not enough memory .* KV pool of \d+ MiB; lower kv_tokens"):
+        open_engine("m", model)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this host has CUDA")
+@pytest.mark.parametrize("kind", ["hf", "script"])
+def test_device_that_is_not_there(kind: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.json"
+    script.write_text('{"vocab_size": 4, "eos": 3}')
+    path = script if kind == "script" else SMALL_DIRECTORY
+    with pytest.raises(ModelError, match=r"^models\.m\.device: cuda:0, but this host"):
+        open_engine("m", Model(path=str(path), format=kind, device="cuda:0"))  # type: ignore[arg-type]
+
+
+def test_side_whose_own_code_fails() -> None:
+    class OddFault(Exception):  # noqa: N818 - of no family that anybody would think of
+        pass
+
+    class Faulty(Algorithm):
+        def __init__(self, *arguments: object) -> None:
+            raise OddFault("two\nlines")
+
+    definition = Definition("odd", lambda side: Faulty)
+    context = RouteContext(("a", "b"), 1, 4, 8, torch.device("cpu"))
+    with pytest.raises(AlgorithmError, match="'odd': side 1 cannot be built: OddFault: two lines$"):
+        build_side(definition, context, definition.params())
