@@ -298,3 +298,23 @@ async def test_nack_for_an_older_handoff_changes_nothing() -> None:
         await answer.done.wait()
         assert answer.writers == [0, 1] * 4
         await cluster.settled()
+
+
+async def test_entry_that_does_not_read_gets_its_request_back_later() -> None:
+    """The peer neither writes on alone nor loses the way back."""
+    async with pair("every_n", shape="visit", n=2).running() as cluster:
+        large = cluster.workers["large"]
+        stuck = True
+        cluster.accept = lambda source, *_: not (stuck and source == LARGE_INDEX)
+        _, answer = cluster.submit("demo", [1, 2], max_tokens=8)
+        await eventually(lambda: large.outbound.unsent)
+        large.deliver(ProcessState(SMALL_INDEX, "stalled"))
+        for _ in range(200):  # turns of the loop, in which it would have written on
+            await asyncio.sleep(0)
+        assert large.stats.tokens == 1
+        stuck = False
+        large.deliver(ProcessState(SMALL_INDEX, "up"))
+        await answer.done.wait()
+        assert answer.writers == [0, 1] * 4
+        check_writers(answer)
+        await cluster.settled()

@@ -161,10 +161,10 @@ class Worker:
             return
 
     async def _step(self, chunks: list[Chunk]) -> None:
+        self._note_start(chunks)
         batch = self.stepper.build(chunks)
         wanted = [c.request for c in chunks if c.wants_logits]
         routed = [_may_leave(r) for r in wanted]
-        self._note_start(chunks)
         try:
             if self.runner.inline:
                 outcome = self.stepper.run(batch, wanted, routed)
@@ -221,7 +221,13 @@ class Worker:
         if keep and self._commit(request, token):
             return
         model = request.route.model_at(destination)
-        if not self.handoffs.send(request, model, NO_TOKEN if keep else token):
+        if self.handoffs.send(request, model, NO_TOKEN if keep else token):
+            return
+        if model == 0:
+            # An entry that does not read just now gets the request back as soon as it does.
+            self.handoffs.leave(request)
+            self._forget_orphan(request)
+        else:
             self._not_taken(request, NO_TOKEN if keep else token)
 
     def _commit(self, request: Request, token: int) -> bool:
