@@ -7,6 +7,7 @@ ring into the decode loop's inbox without waiting for a task switch, and neither
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from typing import Any
@@ -234,6 +235,9 @@ async def run(control: Control) -> int:
         )
         return 1
     process.register()
+    # What was loaded stays: no collection needs to look at it again.
+    gc.collect()
+    gc.freeze()
     control.ready(
         {
             "vocabulary": engine.runner.vocab_size,
