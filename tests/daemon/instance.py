@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -50,6 +51,15 @@ class Instance:
     async def pids(self) -> dict[str, int]:
         """Process ids of the children by name."""
         return {p["name"]: p["pid"] for p in (await self.ctl("status"))["processes"]}
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL one child and wait until the next of its name runs."""
+        pid = (await self.pids())[name]
+        assert pid > 0, f"{name} is not running"
+        os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(START_TIMEOUT):
+            while (await self.pids())[name] in (0, pid):
+                await asyncio.sleep(0.05)
 
     async def logged(self, *words: str, after: int = 0) -> str:
         """The first line from number `after` on that has all the words; waits for it."""

@@ -208,7 +208,7 @@ async def storm(daemon: Instance, streams: int, kills: int, seed: int) -> None:
     async def killer() -> None:
         for _ in range(kills):
             await asyncio.sleep(0.5 + dice.random())
-            os.kill((await daemon.pids())[dice.choice(["small", "large"])], signal.SIGKILL)
+            await daemon.kill(dice.choice(["small", "large"]))
             await daemon.ready()
 
     # The server closes a connection after an error frame, which a client that reuses it would find out too late.
