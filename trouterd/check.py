@@ -9,6 +9,7 @@ from algorithms.registry import AlgorithmError, load, validate_params
 from models.config import ModelConfig, ModelError
 from models.script import ScriptError, ScriptRunner
 from models.tokenizer import Tokenizer
+from models.weights import Checkpoint
 from trouterd.config import Config, Model
 from trouterd.worker.engine import device_problem
 from trouterd.worker.room import model_room, script_room
@@ -48,6 +49,11 @@ def _model_problems(name: str, model: Model) -> Iterable[str]:
             model_room(name, model, shape)
     except ModelError as error:
         yield str(error)
+    if model.format != "script":
+        try:
+            Checkpoint(Path(model.path), shape)  # reads the headers of the files, no tensor
+        except ModelError as error:
+            yield f"models.{name}.path: {error}"
 
 
 def _tokenizers(config: Config) -> tuple[dict[str, Tokenizer], list[str]]:

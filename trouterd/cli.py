@@ -96,10 +96,18 @@ def _add_configuration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set",
         action="append",
+        type=_pair,
         default=[],
         metavar="KEY=VALUE",
         help="override a key, such as models.small.threads=2; may be given several times",
     )
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, got {text!r}")
+    return key, value
 
 
 def _load(options: argparse.Namespace, *, check: bool = True, need_file: bool = True) -> Config:
@@ -108,12 +116,7 @@ def _load(options: argparse.Namespace, *, check: bool = True, need_file: bool = 
         path = Path(DEFAULT_FILE)
     if path is None and need_file:
         raise ConfigError([f"no {DEFAULT_FILE} in {Path.cwd()}; name one with -c FILE (or try: trouterd demo)"])
-    overrides = []
-    for pair in options.set:
-        key, equals, value = pair.partition("=")
-        if not equals:
-            raise ConfigError([f"--set {pair}: expected KEY=VALUE"])
-        overrides.append((key, value))
+    overrides = list(options.set)
     for flag in ("socket", "listen", "control"):
         if getattr(options, flag, None) is not None:
             overrides.append((f"server.{flag}", getattr(options, flag)))
@@ -148,7 +151,7 @@ def _check(options: argparse.Namespace) -> int:
     problems = deep_problems(config)
     if problems:
         return _complain(problems, EXIT_CONFIG)
-    sys.stdout.write(f"ok: {len(config.models)} models, {len(config.routes)} routes\n")
+    sys.stdout.write(f"ok: {_count(len(config.models), 'model')}, {_count(len(config.routes), 'route')}\n")
     return EXIT_OK
 
 
@@ -197,6 +200,10 @@ def _require_own_packages() -> None:
                 f"the package '{name}' comes from {origin.parent if origin else 'nowhere'}, not from {home}; "
                 "install trouterd into an environment of its own"
             )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _complain(problems: Sequence[str], code: int) -> int:

@@ -26,9 +26,9 @@ def config(small: Path = SMALL_DIRECTORY, large: Path = LARGE_DIRECTORY, **route
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The large model's directory without its weights: nothing here needs them."""
+    """The large model's directory."""
     folder = tmp_path / "copy"
-    shutil.copytree(LARGE_DIRECTORY, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(LARGE_DIRECTORY, folder)
     return folder
 
 
@@ -36,8 +36,15 @@ def test_demo_pair_is_in_order() -> None:
     assert deep_problems(config()) == []
 
 
-def test_weights_are_not_looked_at(copy: Path) -> None:
-    assert deep_problems(config(large=copy)) == []
+def test_weights_that_are_missing_or_do_not_fit(copy: Path) -> None:
+    weights = copy / "model.safetensors"
+    shutil.copy(SMALL_DIRECTORY / weights.name, weights)
+    (problem,) = deep_problems(config(large=copy))
+    assert problem.startswith(f"models.large.path: {weights}: tensor ")
+    weights.unlink()
+    (problem,) = deep_problems(config(large=copy))
+    assert problem.startswith("models.large.path: ")
+    assert "model.safetensors" in problem
 
 
 def test_tokenizers_that_differ_name_both_models(copy: Path) -> None:
