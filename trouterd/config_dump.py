@@ -39,9 +39,20 @@ def _section_lines(section: Section, path: tuple[str, ...]) -> list[str]:
         if key.named:
             for name, entry in value.items():
                 lines += _section_lines(entry, (*path, key.name, name))
+            if not value and key.section is not None:
+                lines += _outline(key.section, (*path, key.name, "NAME"))
         elif key.section is not None:
             lines += _section_lines(value, (*path, key.name))
     return lines
+
+
+def _outline(section: type[Section], path: tuple[str, ...]) -> list[str]:
+    """The keys of a table of which there is none, all as comments."""
+    lines = [f"# [{'.'.join(path)}]"]
+    for key in keys_of(section).values():
+        value = "..." if key.required else _value_text(key, key.default)
+        lines += [f"# # {key.doc}", f"# # {_facts(key)}", f"# {key.name} = {value}"]
+    return [*lines, ""]
 
 
 def _facts(key: Key) -> str:

@@ -66,7 +66,25 @@ def test_socket_in_use_is_a_temporary_failure(tmp_path: Path) -> None:
 def test_version_and_usage(tmp_path: Path) -> None:
     assert trouterd("version", cwd=tmp_path).stdout == f"trouterd {__version__}\n"
     assert trouterd("servo", cwd=tmp_path).returncode == 2
-    assert trouterd("serve", "--set", "server.socket", "-c", "x", cwd=tmp_path).returncode == 78
+    done = trouterd("serve", "--set", "server.socket", "-c", "x", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--set: expected KEY=VALUE, got 'server.socket'" in done.stderr
+
+
+def test_check_counts_what_it_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "trouterd.toml").write_text(cli.DEMO_CONFIG)
+    assert trouterd("check", cwd=tmp_path).stdout == "ok: 2 models, 1 route\n"
+
+
+def test_config_without_a_file_documents_models_and_routes_too(tmp_path: Path) -> None:
+    done = trouterd("config", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert not tomllib.loads(done.stdout).keys() & {"models", "routes"}
+    assert "# [models.NAME]" in done.stdout
+    assert "\n# path = ...\n" in done.stdout
+    assert '\n# dtype = "float32"\n' in done.stdout
+    assert "# [routes.NAME]" in done.stdout
+    assert "\n# models = ...\n" in done.stdout
 
 
 def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
