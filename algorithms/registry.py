@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
-from msgspec.inspect import FloatType, IntType, Metadata, Type, UnionType, type_info
+from msgspec.inspect import EnumType, FloatType, IntType, LiteralType, Metadata, Type, UnionType, type_info
 from msgspec.structs import FieldInfo
 
 import algorithms
@@ -268,6 +268,19 @@ def _description(declared: FieldInfo) -> str:
     return f": {text}" if text else ""
 
 
+def _choices(declared: FieldInfo) -> list[object]:
+    """The values that a field of a literal or enumeration type may have."""
+    part = type_info(declared.type)
+    parts = part.types if isinstance(part, UnionType) else (part,)
+    values: list[object] = []
+    for one in parts:
+        if isinstance(one, LiteralType):
+            values += one.values
+        elif isinstance(one, EnumType):
+            values += [member.value for member in one.cls]
+    return values
+
+
 def _converted(definition: Definition, declared: FieldInfo, value: object) -> Any:
     """The value in the field's type.
 
@@ -281,8 +294,10 @@ def _converted(definition: Definition, declared: FieldInfo, value: object) -> An
     try:
         return msgspec.convert(value, declared.type)
     except msgspec.ValidationError as error:
-        reason = str(error)
-        raise AlgorithmError(f"{where}: {reason[:1].lower()}{reason[1:]}, not {value!r}", name) from error
+        # "Expected `int`, got `float`" or "Invalid enum value 'x'": the value itself says more, and says it once.
+        reason = re.sub(r", got `\w+`|^Invalid enum value .*", "", str(error))
+        reason = reason[:1].lower() + reason[1:] or f"expected one of {', '.join(map(str, _choices(declared)))}"
+        raise AlgorithmError(f"{where}: {reason}, not {value!r}", name) from error
 
 
 def _unknown_param(definition: Definition, name: str) -> AlgorithmError:

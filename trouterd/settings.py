@@ -95,10 +95,10 @@ def load(
         _merge(merged, _absolute(source))
     problems = _missing(Config, merged, ())
     if problems:
-        raise ConfigError(_named(path, problems))
+        raise ConfigError(_named(path, sources, problems))
     config = _with_control(msgspec.convert(merged, Config), home)
     if check and (problems := config_problems(config)):
-        raise ConfigError(_named(path, problems))
+        raise ConfigError(_named(path, sources, problems))
     return config
 
 
@@ -129,7 +129,7 @@ def set_value(config: Config, name: str, value: Any) -> tuple[Config, Any, Any]:
         if problem := carriage_problem(value):
             raise ConfigError([f"{name}: {problem}"])
     elif not key.live:
-        raise ConfigError([f"{name}: not live; change it in the file and restart the daemon"])
+        raise ConfigError([f"{name}: not live; the value in the file is used when the daemon is started again"])
     elif key.plain == dict[str, Any]:
         raise ConfigError([f"{name}: name one entry, such as {name}.threshold"])
     elif problem := value_problem(key, value):
@@ -170,8 +170,14 @@ def live_keys(section: type[Section] = Config, prefix: str = "") -> list[str]:
     return found
 
 
-def _named(path: Path | None, problems: Iterable[str]) -> list[str]:
-    return [f"{path}: {problem}" if path else problem for problem in problems]
+def _named(path: Path | None, sources: Iterable[Source], problems: Iterable[str]) -> list[str]:
+    """The problems, each after the source that its key's value comes from; the file where no source gives it."""
+    givers = {name: source.name for source in sources for name in _leaves(source.tree)}
+    named = []
+    for problem in problems:
+        giver = givers.get(problem.partition(": ")[0], path)
+        named.append(f"{giver}: {problem}" if giver else problem)
+    return named
 
 
 def _file_source(path: Path) -> Source:

@@ -47,7 +47,7 @@ def test_drain_timeout_cuts_off(start: Start, tmp_path: Path) -> None:
     daemon.signal(signal.SIGTERM)
     assert finish(link) == b"error\n"
     assert daemon.wait() == 1
-    assert "1 answers were cut off" in daemon.log
+    assert "1 answer was cut off" in daemon.log
 
 
 def test_drain_by_control_socket(start: Start) -> None:

@@ -187,6 +187,8 @@ def test_mistakes_outside_the_file_name_their_source(file: Path) -> None:
     assert problems(file, TROUTERD_RINGS__SPIN_US="2000") == [
         "environment: rings.spin_us: expected int <= 1000, got 2000"
     ]
+    with pytest.raises(ConfigError, match="^flag: server.listen: expected HOST:PORT"):
+        load(file, {"TROUTERD_SERVER__LISTEN": "127.0.0.1:1"}, [("server.listen", "80")])
     with pytest.raises(ConfigError, match="flag: models.smal.threads: no entry of 'models'.*did you mean 'small'"):
         load(file, {}, [("models.smal.threads", "1")])
 

@@ -218,7 +218,7 @@ class Supervisor:
             return False
         cut = (result or {}).get("cut", 0)
         if cut:
-            log.warning("drain: %d answers were cut off after %g s", cut, seconds)
+            log.warning("drain: %d answer%s cut off after %g s", cut, " was" if cut == 1 else "s were", seconds)
         return not cut
 
     async def _end_children(self, seconds: float) -> None:
