@@ -72,10 +72,12 @@ def _parser() -> argparse.ArgumentParser:
     add("models", "models and routes that are served")
     add("requests", "requests in flight, and where each one lives; never their text")
     change = add("set", "change a live key, such as routes.demo.params.threshold or server.drain_timeout")
-    change.add_argument("key", metavar="KEY")
-    change.add_argument("value", metavar="VALUE")
+    change.add_argument("key", metavar="KEY", help="dotted, as 'trouterd config' prints them")
+    change.add_argument(
+        "value", metavar="VALUE", help="the new value; it holds until the daemon ends or reloads its file"
+    )
     abort = add("abort", "end a request")
-    abort.add_argument("id", metavar="RID", help="as shown by 'requests'")
+    abort.add_argument("id", metavar="ID", help="RID or ID as shown by 'requests', or the id in the answer")
     drain = add("drain", "finish what runs, take nothing new, and exit; the same as SIGTERM")
     drain.add_argument("--wait", action="store_true", default=argparse.SUPPRESS, help="return when the daemon is gone")
     add("flush-cache", "forget all cached prefixes that no request uses")
@@ -167,9 +169,13 @@ def _status_lines(status: Mapping[str, Any]) -> Iterable[str]:
         ],
     )
     for name, report in ({"api": status["api"]} | status["workers"]).items():
-        facts = {key: value for key, value in report.items() if isinstance(value, int | float | str)}
         yield ""
-        yield f"{name}: " + ", ".join(f"{key} {value}" for key, value in facts.items())
+        yield f"{name}:"
+        for key, value in report.items():
+            if isinstance(value, Mapping):
+                value = ", ".join(f"{part} {_cell(number)}" for part, number in value.items()) or "-"
+            if value != name:  # a worker's report names its model
+                yield f"  {key:<18} {_cell(value)}"
 
 
 def _models_lines(answer: Mapping[str, Any]) -> Iterable[str]:

@@ -247,7 +247,7 @@ async def test_verbs(tmp_path: Path, tokenizer: Tokenizer) -> None:
         assert (await verbs.status({}))["active"] == 1
         with pytest.raises(Refused, match="nobody"):
             await verbs.abort({"id": "nobody"})
-        assert await verbs.abort({"id": "find-me"}) == {"aborted": 1}
+        assert await verbs.abort({"id": "chatcmpl-find-me"}) == {"aborted": 1}
         status, body = await running
         assert (status, body["error"]["code"]) == (503, "aborted")
         assert api.engine.metrics.finished["abort", "demo"] == 1

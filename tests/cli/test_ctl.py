@@ -58,6 +58,23 @@ def test_set_prints_old_and_new(fake: FakeDaemon, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == "server.drain_timeout: 30.0 -> 5.0\nnot answered yet by large\n"
 
 
+def test_status_has_one_fact_a_line(fake: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    worker = {"model": "small", "tokens": 7, "loop_lag_seconds": 0.00034091099951183423, "handoff_us": {"p50": 2.0}}
+    facts = {"version": "1", "state": "ready", "uptime_seconds": 1.0, "addresses": [], "processes": [], "rings": []}
+    fake(Reply(id=1, result=facts | {"api": {"tokens_by_model": {}}, "workers": {"small": worker}}))
+    assert ctl.main(["status"]) == ctl.EXIT_OK
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[-7:]] == [
+        ["api:"],
+        ["tokens_by_model", "-"],
+        [],
+        ["small:"],
+        ["tokens", "7"],
+        ["loop_lag_seconds", "0.000"],
+        ["handoff_us", "p50", "2.000"],
+    ]
+
+
 def test_json_is_the_answer_itself(fake: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
     fake(Reply(id=1, result={"aborted": 2}))
     assert ctl.main(["abort", "7", "--json"]) == ctl.EXIT_OK

@@ -269,11 +269,12 @@ class EngineClient:
             self._drained.set()
 
     def abort(self, identifier: str) -> int:
-        """End the requests with this request id or worker request id; how many there were."""
+        """End the requests with this request id (as in X-Request-Id or in the answer) or worker request id; how many."""
+        names = {identifier, *(identifier.removeprefix(prefix) for prefix in ("chatcmpl-", "cmpl-"))}
         found = [
             live
             for live in self._lives
-            if live.request_id == identifier or any(str(one.rid) == identifier for one in live.generations)
+            if live.request_id in names or any(str(one.rid) == identifier for one in live.generations)
         ]
         for live in found:
             self.fail(live, RequestError(503, "aborted", "the request was aborted by the operator"))
