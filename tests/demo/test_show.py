@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 from rich.console import Console
+from rich.text import Text
 from tokenizers import Tokenizer
 
 from trouterd.demo import SMALL_DIRECTORY
 from trouterd.demo.client import Answer, DemoClient, DemoError
 from trouterd.demo.problems import Problem, generate
-from trouterd.demo.show import coloured, run_demo, summarize
+from trouterd.demo.show import bracketed, coloured, run_demo, summarize
 
 SEED, SHOWN, COMPARED = 11, 1, 4
 
@@ -77,8 +78,10 @@ async def daemon(tmp_path: Path) -> AsyncIterator[FakeDaemon]:
     await runner.cleanup()
 
 
-def run(socket: Path) -> tuple[int, str]:
-    console = Console(file=io.StringIO(), width=200)
+def run(socket: Path, *, terminal: bool = False) -> tuple[int, str]:
+    console = Console(
+        file=io.StringIO(), width=200, force_terminal=terminal, color_system="standard" if terminal else None
+    )
     code = run_demo(socket, shown=SHOWN, problems=COMPARED, concurrency=3, seed=SEED, console=console)
     assert isinstance(console.file, io.StringIO)
     return code, console.file.getvalue()
@@ -89,7 +92,8 @@ async def test_the_demo_shows_answers_and_compares_models(daemon: FakeDaemon, tm
     assert code == 0
     first = next(iter(daemon.problems.values()))
     assert first.question in output
-    assert first.solution in output
+    assert "Written by the small model and the [large model]" in output
+    assert first.solution in output.replace("[", "").replace("]", "")
     rows = {cells[1]: cells[2:] for line in output.splitlines() if len(cells := line.split("│")) > 3}
     table = {name.strip(): [cell.strip() for cell in cells[:3]] for name, cells in rows.items()}
     assert table["small"] == ["50.0%", "0.0%", "0.0"]
@@ -128,6 +132,23 @@ def test_tokens_carry_the_style_of_their_writer() -> None:
     text = coloured(tokenizer, Answer(tokens=list(zip(ids, writers, strict=True))))
     assert text.plain == "3 + 4"
     assert [str(span.style) for span in text.spans] == ["cyan"] * (len(ids) - 1) + ["bold underline yellow"]
+
+
+def test_without_styles_brackets_show_the_writer() -> None:
+    tokenizer = Tokenizer.from_file(str(SMALL_DIRECTORY / "tokenizer.json"))
+    pieces = [tokenizer.decode([token]) for token in tokenizer.encode("3 + 4 = 7").ids]
+    assert pieces == ["3", " +", " ", "4", " =", " ", "7"]
+    writers = ["large", "large", "small", "small", "large", "large", "large"]
+    tokens = list(zip(tokenizer.encode("3 + 4 = 7").ids, writers, strict=True))
+    assert bracketed(tokenizer, Answer(tokens=tokens)).plain == "[3 +] 4 [= 7]"
+
+
+async def test_a_terminal_gets_styles_and_no_brackets(daemon: FakeDaemon, tmp_path: Path) -> None:
+    code, output = await asyncio.to_thread(lambda: run(tmp_path / "d.sock", terminal=True))
+    assert code == 0
+    plain = Text.from_ansi(output).plain
+    assert "Written by the small model and the large model" in plain
+    assert next(iter(daemon.problems.values())).solution in plain
 
 
 def test_a_summary_counts_all_answers() -> None:

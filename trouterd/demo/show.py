@@ -6,12 +6,13 @@ them are sent, many at a time, to the small model, to the route and to the large
 
 import argparse
 import asyncio
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.padding import Padding
 from rich.table import Table
@@ -53,6 +54,20 @@ def summarize(model: str, problems: Sequence[Problem], answers: Sequence[Answer]
     )
 
 
+def bracketed(tokenizer: Tokenizer, answer: Answer) -> Text:
+    """The answer with what the large model wrote in brackets, for an output without styles."""
+    text = Text()
+    for writer, tokens in itertools.groupby(answer.tokens, lambda token: token[1]):
+        for number, (token, _) in enumerate(tokens):
+            piece = tokenizer.decode([token])
+            if writer == LARGE and not number:
+                piece = piece[: len(piece) - len(piece.lstrip())] + "[" + piece.lstrip()
+            text.append(piece)
+        if writer == LARGE:
+            text.append("]")
+    return text
+
+
 def coloured(tokenizer: Tokenizer, answer: Answer) -> Text:
     """The answer with each token in the style of the model that wrote it."""
     text = Text()
@@ -76,15 +91,19 @@ def summary_table(summaries: Sequence[Summary], problems: int, concurrency: int)
 
 async def _show_one(console: Console, client: DemoClient, tokenizer: Tokenizer, problem: Problem) -> None:
     console.print(Text(problem.question, "bold"))
-    with Live(console=console, auto_refresh=False) as live:
-        answer = await client.ask(
-            ROUTE, problem.question, lambda a: live.update(Padding(coloured(tokenizer, a), (0, 2)), refresh=True)
-        )
-        verdict = "right" if final_answer(answer.text) == problem.answer else f"wrong, it is {problem.answer}"
-        note = (
-            f"{len(answer.tokens)} tokens, {answer.share(LARGE):.0%} by {LARGE}, {answer.handoffs} hand-offs; {verdict}"
-        )
-        live.update(Padding(Group(coloured(tokenizer, answer), Text(note, "dim")), (0, 2)))
+    if console.is_terminal:
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+            answer = await client.ask(
+                ROUTE, problem.question, lambda a: live.update(Padding(coloured(tokenizer, a), (0, 2)), refresh=True)
+            )
+        text = coloured(tokenizer, answer)
+    else:
+        answer = await client.ask(ROUTE, problem.question)
+        text = bracketed(tokenizer, answer)
+    verdict = "right" if final_answer(answer.text) == problem.answer else f"wrong, it is {problem.answer}"
+    note = f"{len(answer.tokens)} tokens, {answer.share(LARGE):.0%} by {LARGE}, {answer.handoffs} hand-offs; {verdict}"
+    for part in (text, Text(note, "dim")):
+        console.print(Padding(part, (0, 0, 0, 2), expand=False))
     console.print()
 
 
@@ -113,7 +132,8 @@ async def show(
     tokenizer = Tokenizer.from_file(str(SMALL_DIRECTORY / "tokenizer.json"))
     examples = generate(seed, shown + problems, "held_out")
     legend = Text.assemble("Written by the ", (f"{SMALL} model", _STYLES[SMALL]), " and the ")
-    console.print(legend.append(f"{LARGE} model", _STYLES[LARGE]).append("\n"))
+    large = f"{LARGE} model" if console.is_terminal else f"[{LARGE} model]"
+    console.print(legend.append(large, _STYLES[LARGE]).append("\n"))
     async with DemoClient(socket_path) as client:
         for problem in examples[:shown]:
             await _show_one(console, client, tokenizer, problem)
