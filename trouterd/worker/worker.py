@@ -296,10 +296,13 @@ class Worker:
             return
         self.scheduler.remove(request)
         if request.is_entry:
+            several = len(request.route.workers) > 2
             for model, worker in enumerate(request.route.workers):
-                # Also to those that seem not to know of it, since a third model may have told them; but nobody tells
-                # one that does not answer, and ends must not pile up for it.
-                if worker != self.index and (request.known[model] >= 0 or self.outbound.available(worker)):
+                if worker == self.index:
+                    continue
+                # Also to those that seem not to know of it, since a third model may have told them. Without a third one,
+                # ends need not pile up for a peer that does not answer.
+                if several or request.known[model] >= 0 or self.outbound.available(worker):
                     self.outbound.post(worker, Finish(request.rid))
             self.active.add(request, -1)
 
