@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, example, given, note, settings
 from hypothesis import strategies as st
 
 from ipc.messages import Sampling
@@ -142,8 +142,20 @@ full = settings(max_examples=4000, **common)
 every_storm = given(st.sampled_from(ALGORITHMS), shapes, moods, st.integers(0, 2**32))
 
 
+LATE_WORD = {
+    "page_size": 1,
+    "tokens": CONTEXT,
+    "max_slots": 2,
+    "max_batch_tokens": 2,
+    "prefix_cache": False,
+    "max_stall": 3,
+}
+"""A third model tells a stopped worker of a request whose entry then must not forget to tell it of the end."""
+
+
 @quick
 @every_storm
+@example(ALGORITHMS[6], LATE_WORD, Mood(full=0.4, stall=0.03, abort=0.02, lag=6), 608331)
 def test_storms(algorithm: tuple[int, str, dict[str, Any]], shape: dict[str, Any], mood: Mood, seed: int) -> None:
     asyncio.run(storm(algorithm, shape, mood, seed))
 
