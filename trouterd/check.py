@@ -62,7 +62,7 @@ def _tokenizers(config: Config) -> tuple[dict[str, Tokenizer], list[str]]:
     tokenizers: dict[str, Tokenizer] = {}
     problems = []
     for name, model in config.models.items():
-        folder = model.tokenizer or model.path
+        folder = model.tokenizer_folder
         if folder not in loaded:
             loaded[folder] = _load_tokenizer(folder)
         tokenizer = loaded[folder]

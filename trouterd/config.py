@@ -142,6 +142,11 @@ class Model(Section, frozen=True):
         int, Meta(ge=16, description="Token rows of one step; longer prefills are chunked.", extra=LIVE)
     ] = 512
 
+    @property
+    def tokenizer_folder(self) -> str:
+        """Where the tokenizer lies."""
+        return self.tokenizer or self.path
+
 
 class Route(Section, frozen=True):
     """A name that clients use as `model`, and who writes its tokens."""

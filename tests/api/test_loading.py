@@ -9,8 +9,9 @@ import pytest
 
 from models.config import ModelError
 from tests.models.tiny import byte_tokenizer, tiny_qwen3
-from trouterd.api.loading import ParamChecks, context_lengths, load_tokenizers
+from trouterd.api.loading import ParamChecks, context_lengths
 from trouterd.config import Config, Model, Route
+from trouterd.tokenizers import load_tokenizers
 
 
 def test_contexts_and_tokenizers(tmp_path: Path) -> None:

@@ -316,5 +316,7 @@ async def test_entry_that_does_not_read_gets_its_request_back_later() -> None:
         large.deliver(ProcessState(SMALL_INDEX, "up"))
         await answer.done.wait()
         assert answer.writers == [0, 1] * 4
+        # Four there and three back; the last one ended the answer.
+        assert answer.handoffs == 7
         check_writers(answer)
         await cluster.settled()

@@ -291,12 +291,18 @@ class Faulty(Algorithm):
         if FAULT == 'send raises':
             raise RuntimeError('as told')
         handoff = super().send(request, model)
+        if FAULT == 'send gives a tuple':
+            return handoff.start, handoff.loc
+        if FAULT == 'send gives text':
+            return Handoff('two', handoff.loc)
         if FAULT == 'send too far':
             return Handoff(handoff.start + 1, handoff.loc)
         return Handoff(-1, handoff.loc) if FAULT == 'send too early' else handoff
     def receive(self, request, tokens, payload):
         if FAULT == 'entry receive raises' and self.context.side == 0:
             raise RuntimeError('as told')
+        if FAULT == 'receive gives no number':
+            return None
         if FAULT == 'peer receive raises' and self.context.side == 1:
             raise RuntimeError('as told')
         if FAULT == 'entry takes nothing' and self.context.side == 0:
@@ -311,10 +317,13 @@ ALGORITHM = Definition('faulty', lambda side: Faulty)
 ENDS = ("route raises", "unknown model", "negative", "too few")
 GOES_ON = (
     "send raises",
+    "send gives a tuple",
+    "send gives text",
     "send too far",
     "send too early",
     "entry receive raises",
     "peer receive raises",
+    "receive gives no number",
     "entry takes nothing",
     "entry takes one",
     "peer takes nothing",

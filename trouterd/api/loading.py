@@ -1,4 +1,4 @@
-"""What the api reads from disk at its start: tokenizers and context lengths, and the algorithms behind `route.params`."""
+"""What the api reads from disk at its start: context lengths, and the algorithms behind `route.params`."""
 
 from __future__ import annotations
 
@@ -7,27 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from models.config import ModelConfig, ModelError
-from models.tokenizer import Tokenizer
 from trouterd.config import Config, Model
 
 if TYPE_CHECKING:
     from algorithms.base import Definition
-
-
-def load_tokenizers(config: Config) -> dict[str, Tokenizer]:
-    """One per model; models that name the same directory share it.
-
-    Raises:
-        ModelError: naming the file.
-    """
-    by_folder: dict[str, Tokenizer] = {}
-    tokenizers = {}
-    for name, model in config.models.items():
-        folder = model.tokenizer or model.path
-        if folder not in by_folder:
-            by_folder[folder] = Tokenizer.load(Path(folder))
-        tokenizers[name] = by_folder[folder]
-    return tokenizers
 
 
 def context_lengths(config: Config) -> dict[str, int]:

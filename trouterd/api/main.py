@@ -16,7 +16,7 @@ from trouterd.api.app import build_app
 from trouterd.api.auth import KeyFileError, load_keys
 from trouterd.api.catalog import Catalog, TokenizerMismatch
 from trouterd.api.engine import FORCE_GRACE, EngineClient
-from trouterd.api.loading import ParamChecks, context_lengths, load_tokenizers
+from trouterd.api.loading import ParamChecks, context_lengths
 from trouterd.api.schema import FieldCensus
 from trouterd.api.services import Services
 from trouterd.api.verbs import Verbs
@@ -24,6 +24,7 @@ from trouterd.child import CallError, Control
 from trouterd.config import Config
 from trouterd.links import Links
 from trouterd.metrics import Family
+from trouterd.tokenizers import load_tokenizers
 
 log = logging.getLogger("trouterd.api")
 

@@ -1,4 +1,4 @@
-"""Opens what a worker runs: the model's runner, its KV cache and the ids that end an answer."""
+"""Opens what a worker runs: the model's runner and its KV cache."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from models.batch import ModelRunner
 from models.config import ModelConfig, ModelError
 from models.kv_cache import KvCache
 from models.script import ScriptRunner
-from models.tokenizer import Tokenizer, vocabulary_size
+from models.tokenizer import vocabulary_size
 from models.torch_runner import TorchRunner
-from trouterd.config import Config, Model
+from trouterd.config import Model
 from trouterd.worker.room import model_room, script_room
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def open_engine(name: str, model: Model) -> Engine:
                 dtype=model.dtype,
                 num_pages=room.pages,
                 page_size=room.page_size,
-                vocab_size=vocabulary_size(tokenizer_folder(model)),
+                vocab_size=vocabulary_size(model.tokenizer_folder),
                 context_length=room.context,
             )
         except RuntimeError as error:  # torch has no narrower one for memory that it cannot get
@@ -81,17 +81,3 @@ def device_problem(model: Model) -> str:
 
 def _is_lack_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-def end_ids(config: Config) -> dict[str, frozenset[int]]:
-    """The ids that end an answer, for every model: all workers of a route must agree on them.
-
-    Raises:
-        ModelError: a tokenizer or configuration file that cannot be read.
-    """
-    return {name: Tokenizer.load(tokenizer_folder(model)).eos_ids for name, model in config.models.items()}
-
-
-def tokenizer_folder(model: Model) -> Path:
-    """Where a model's tokenizer lies."""
-    return Path(model.tokenizer or model.path)

@@ -114,6 +114,9 @@ class Handoffs:
         start = request.known[0]
         request.known[0] = request.output_length
         request.handoff_seq += 1
+        if not finish:
+            request.handoffs += 1
+            self.stats.handoff(self.index, request.entry, request.output_length - start)
         self.outbound.post(
             request.entry,
             self._to_entry(request, start, partial=False, destination=request.entry, finish=finish, trim=trim),
@@ -292,7 +295,9 @@ def _fresh(request: Request, message: PeerReq) -> bool:
 def _suffix_for(request: Request, model: int) -> Handoff | None:
     """What the algorithm wants to send; None when it fails."""
     try:
-        return request.route.algorithm.send(_view(request), model)
+        handoff = request.route.algorithm.send(_view(request), model)
+        # Conversions, so that a wrong type is a fault of the algorithm here and not of the worker later.
+        return Handoff(int(handoff.start), int(handoff.loc), bytes(handoff.payload))
     except Exception:  # code of users: its faults keep the request here
         log.exception("route '%s': send() failed; the request stays", request.route.name)
         return None
@@ -301,11 +306,10 @@ def _suffix_for(request: Request, model: int) -> Handoff | None:
 def _accepted(request: Request, ids: list[int], payload: bytes) -> int:
     """How many of the ids that came the algorithm takes; none when it fails."""
     try:
-        count = request.route.algorithm.receive(_view(request), ids, payload)
+        return max(0, min(int(request.route.algorithm.receive(_view(request), ids, payload)), len(ids)))
     except Exception:  # code of users: its faults cost tokens of this request only
         log.exception("route '%s': receive() failed; %d tokens are not taken", request.route.name, len(ids))
         return 0
-    return max(0, min(count, len(ids)))
 
 
 def _view(request: Request) -> OutputView:

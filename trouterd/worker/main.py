@@ -22,7 +22,8 @@ from trouterd.child import Control, Refused
 from trouterd.config import Config
 from trouterd.control import PeerState
 from trouterd.links import Links
-from trouterd.worker.engine import end_ids, open_engine
+from trouterd.tokenizers import load_tokenizers
+from trouterd.worker.engine import open_engine
 from trouterd.worker.outbound import API
 from trouterd.worker.request import Request
 from trouterd.worker.route import ModelFacts, build_routes
@@ -218,9 +219,10 @@ async def run(control: Control) -> int:
     try:
         # In a thread: heartbeats and settings must be answered meanwhile.
         engine = await asyncio.to_thread(open_engine, name, model)
+        tokenizers = await asyncio.to_thread(load_tokenizers, control.config)
         config = control.config
         facts = ModelFacts(engine.runner.vocab_size, engine.runner.hidden_size, engine.device)
-        routes = build_routes(config, name, facts, end_ids(config))
+        routes = build_routes(config, name, facts, {model: t.eos_ids for model, t in tokenizers.items()})
     except (ModelError, ScriptError, AlgorithmError) as error:
         control.fatal(str(error))
         return 1
