@@ -29,7 +29,7 @@ class Room:
 def model_room(name: str, model: Model, shape: ModelConfig) -> Room:
     """Room of a model with weights. Raises ModelError: the configuration asks for what cannot be."""
     context = _context(name, model, shape.context_length)
-    bytes_per_token = shape.kv_bytes_per_token(_ELEMENT_BYTES[model.dtype])
+    bytes_per_token = shape.kv_bytes_per_token(_ELEMENT_BYTES[model.element_type])
     tokens = model.kv_tokens or min(AUTO_CONTEXTS * context, model.kv_bytes // bytes_per_token)
     pages = tokens // model.page_size
     key = f"models.{name}.{'kv_tokens' if model.kv_tokens else 'kv_bytes'}"
