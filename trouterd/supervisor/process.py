@@ -66,6 +66,8 @@ class Child:
         self.last_words = ""
         self.started = 0.0
         """Monotonic time of the last spawn."""
+        self.start_deadline_from = 0.0
+        """Monotonic time from which supervision.start_timeout counts: the last spawn, or the end of a wait for others."""
         self.ready_at = 0.0
         """Monotonic time of Ready; 0 = not ready since the last spawn."""
         self.ever_ready = False
@@ -108,6 +110,7 @@ class Child:
         self.pid = 0
         self.state, self.detail, self.last_words = "starting", {}, ""
         self.started, self.ready_at, self._ping_sent = time.monotonic(), 0.0, 0.0
+        self.start_deadline_from = self.started
         self.steps, self.step_seconds = 0, 0.0
         ours, theirs = socket.socketpair()
         # Before the process exists: nothing may be awaited between its start and the end of this method.
