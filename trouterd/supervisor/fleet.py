@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from ipc.errors import SegmentError
 from trouterd.config import Config
 from trouterd.control import Boot, Call, Fatal, Ready
 from trouterd.memory import GPU_MEMORY, Memory
+from trouterd.supervisor.mps import Mps
 from trouterd.supervisor.process import Child
 from trouterd.supervisor.rings import RingMesh
 from trouterd.supervisor.sizing import Sizing
@@ -64,6 +66,7 @@ class Fleet:
         self._on_failure = on_failure
         self._on_call = on_call
         self._respawns: set[asyncio.Task[None]] = set()
+        self.mps = Mps(config, os.environ)
         self.sizing = Sizing(config, self._gpu_memory, lambda message: on_failure(EXIT_CONFIG, message))
         self.children = {API: Child(API, modules["api"], 1, self._hear, self._exited)} | {
             name: Child(name, modules["worker"], model.threads, self._hear, self._exited)
@@ -86,7 +89,8 @@ class Fleet:
         return [child.name for child in self.children.values() if child.state == "stalled"]
 
     async def start(self) -> None:
-        """Spawn every child."""
+        """Spawn every child, and before them the MPS daemon if models share a GPU."""
+        await self.mps.start()
         for child in self.children.values():
             await self._try_spawn(child)
 
@@ -116,7 +120,8 @@ class Fleet:
             inbound, outbound = self.mesh.links(child.name)
             return Boot(child.name, epoch, self.config, inbound, outbound, listen)
 
-        await child.spawn(boot, self.mesh.fds(child.name) + listen)
+        variables = {} if child.name == API else await self.mps.variables(child.name)
+        await child.spawn(boot, self.mesh.fds(child.name) + listen, variables)
         log.info("%s started: pid %d, epoch %d", child.name, child.pid, child.epoch)
         for other in self.children.values():
             if other is not child and other.state in ("up", "stalled", "down") and other.epoch:

@@ -125,6 +125,7 @@ class Supervisor:
             await self._fleet.cancel_respawns()
             self._fleet.kill_all()
             await asyncio.gather(*(child.exited.wait() for child in self._fleet.children.values()))
+            await self._fleet.mps.stop()
             await server.aclose()
 
     def _handle_signals(self) -> None:
