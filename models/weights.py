@@ -11,15 +11,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from models.config import ModelConfig, ModelError, read_json
+from models.shape import Shape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 # Buffers that old checkpoints saved although they follow from config.json.
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
 
-def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
+def resolve_dtype(name: str, config: Shape) -> torch.dtype:
     """The torch dtype of "float32", "bfloat16" or "auto" (what the checkpoint declares). Raises ModelError."""
     resolved = config.dtype if name == "auto" else name
     if resolved not in DTYPES:
@@ -69,7 +70,7 @@ class Checkpoint:
 
     def __init__(self, directory: Path, config: ModelConfig) -> None:
         self._directory = Path(directory)
-        self._files = _locate(self._directory)
+        self._files = locate(self._directory)
         self._expected: dict[str, tuple[int, ...]] = {}
         self._check(config)
         self._handles: dict[Path, Any] = {}
@@ -93,7 +94,7 @@ class Checkpoint:
                 raise ModelError(f"{index}: tensor {name} is missing")
             self._expected[name] = shape
         for name in self._files:
-            known = name in self._expected or name.endswith(_IGNORED_SUFFIXES)
+            known = name in self._expected or name.endswith(IGNORED_SUFFIXES)
             # Tied checkpoints may hold the LM head a second time.
             if not known and not (config.tied and name == "lm_head.weight"):
                 raise ModelError(f"{index}: tensor {name} is not part of a {config.family} model of this shape")
@@ -112,8 +113,8 @@ class Checkpoint:
                 raise ModelError(f"{path}: tensor {name} has shape {held[name]}, config.json asks for {shape}")
 
 
-def _locate(directory: Path) -> dict[str, Path]:
-    """Tensor name -> file."""
+def locate(directory: Path) -> dict[str, Path]:
+    """Tensor name -> file, from the files' headers or their index. Raises ModelError, naming the file."""
     single, index = directory / _SINGLE, directory / _INDEX
     if single.exists():
         with _named(single), safe_open(single, framework="pt") as file:
