@@ -68,13 +68,13 @@ def read_configuration(directory: Path) -> Any:
 
     if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelError(
-            f"{path}: model_type: {family!r} is not supported: supported are {', '.join(FAMILIES)},"
-            f" and the language models of transformers, whose version {transformers.__version__} has none of that name"
+            f"{path}: model_type: {family!r} is not supported; supported are {', '.join(FAMILIES)}"
+            f" and the language models of transformers, of which version {transformers.__version__} has none of that name"
         )
-    own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
+    wanted = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
     architectures = content.get("architectures")
-    if isinstance(architectures, list) and architectures and architectures[0] not in (own if isinstance(own, tuple) else (own,)):
-        raise ModelError(f"{path}: architectures: {architectures[0]} is not a language model of model_type {family!r}")
+    if isinstance(architectures, list) and architectures and wanted not in architectures:
+        raise ModelError(f"{path}: architectures: {architectures[0]} is not the language model of {family!r}, {wanted}")
     try:
         return transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (ValueError, TypeError, KeyError, AttributeError, OSError, StrictDataclassError) as error:
@@ -83,14 +83,15 @@ def read_configuration(directory: Path) -> Any:
 
 def modelling_class(path: Path, configuration: Any) -> Any:
     """transformers' class of causal LMs of this configuration. Raises ModelError when its attention cannot be replaced."""
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    found = AutoModelForCausalLM._model_mapping[type(configuration)]
-    if found._is_stateful:
-        raise ModelError(f"{path}: model_type: {configuration.model_type!r} is recurrent, which is not supported")
-    if not found._supports_attention_backend:
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(configuration)]
+    family = configuration.model_type
+    if getattr(found, "_is_stateful", False):
+        raise ModelError(f"{path}: model_type: {family!r} is recurrent, which is not supported")
+    if not found.is_backend_compatible():
         raise ModelError(
-            f"{path}: model_type: {configuration.model_type!r} computes attention in a way of its own, which paged KV cannot serve"
+            f"{path}: model_type: {family!r} has attention in transformers that cannot be replaced, as paged KV needs"
         )
     return found
 

@@ -24,7 +24,7 @@ from models.batch import Batch, IntArray, StepOutput
 from models.config import ModelError
 from models.transformers_config import TransformersConfig, modelling_class, read_configuration
 from models.transformers_trial import Trial, UnservedError
-from models.weights import IGNORED_SUFFIXES, locate, resolve_dtype
+from models.weights import IGNORED_SUFFIXES, INDEX, locate, resolve_dtype
 
 _ATTENTION = "trouterd_paged"
 """The name of our attention function among transformers'."""
@@ -159,7 +159,6 @@ class TransformersRunner:
         return logits
 
 
-
 @dataclass(slots=True)
 class _Feed:
     """The step under way, as modelling code meets it."""
@@ -249,7 +248,8 @@ def _read_model(directory: Path, config: TransformersConfig, dtype: torch.dtype)
         )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelError(f"{directory}: transformers cannot load it: {' '.join(str(error).split())}") from error
-    index = next(iter(files.values())) if len(set(files.values())) == 1 else directory / "model.safetensors.index.json"
+    places = set(files.values())
+    index = places.pop() if len(places) == 1 else directory / INDEX
     if report["mismatched_keys"]:
         name, held, wanted = min(report["mismatched_keys"])
         raise ModelError(f"{index}: tensor {name} has shape {tuple(held)}, config.json asks for {tuple(wanted)}")
@@ -264,8 +264,9 @@ def _read_model(directory: Path, config: TransformersConfig, dtype: torch.dtype)
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without transformers' progress bars, reports and warnings: what matters in them is checked here."""
-    from transformers.utils import logging
+    import transformers
 
+    logging: Any = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -44,7 +44,7 @@ class Trial:
     def __init__(self, whole: Whole, vocab_size: int, longest: int, num_pages: int, page_size: int) -> None:
         random = np.random.default_rng(0)
         self._requests: list[IntArray] = []
-        pages = []
+        pages: list[int] = []
         for length in _LENGTHS:
             tokens = min(length, longest, (num_pages - sum(pages)) * page_size)
             self._requests.append(random.integers(0, vocab_size, tokens))
@@ -68,7 +68,9 @@ class Trial:
     def _batches(self) -> Iterator[tuple[Batch, torch.Tensor]]:
         fed = [0] * len(self._requests)
         for counts in _STEPS:
-            stops = [min(start + count, len(ids)) for start, count, ids in zip(fed, counts, self._requests, strict=True)]
+            stops = [
+                min(start + count, len(ids)) for start, count, ids in zip(fed, counts, self._requests, strict=True)
+            ]
             spans = [slice(*span) for span in zip(fed, stops, strict=True)]
             positions = [np.arange(*span) for span in zip(fed, stops, strict=True)]
             fed = stops
@@ -88,5 +90,4 @@ class Trial:
 def _difference(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """[T] length of each row's difference against the row's own length."""
     wanted = wanted.float()
-    difference = torch.linalg.vector_norm(logits.float() - wanted, dim=-1)
-    return difference / torch.linalg.vector_norm(wanted, dim=-1).clamp_min(1e-30)
+    return (logits.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-30)

@@ -15,7 +15,7 @@ from models.shape import Shape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 # Buffers that old checkpoints saved although they follow from config.json.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
@@ -88,7 +88,7 @@ class Checkpoint:
         return tensor.to(device=device, dtype=dtype, copy=True)
 
     def _check(self, config: ModelConfig) -> None:
-        index = self._directory / (_SINGLE if (self._directory / _SINGLE).exists() else _INDEX)
+        index = self._directory / (_SINGLE if (self._directory / _SINGLE).exists() else INDEX)
         for name, shape in expected_tensors(config):
             if name not in self._files:
                 raise ModelError(f"{index}: tensor {name} is missing")
@@ -108,19 +108,19 @@ class Checkpoint:
             if self._files[name] != path:
                 continue
             if name not in held:
-                raise ModelError(f"{path}: tensor {name} is missing, though {_INDEX} places it here")
+                raise ModelError(f"{path}: tensor {name} is missing, though {INDEX} places it here")
             if held[name] != shape:
                 raise ModelError(f"{path}: tensor {name} has shape {held[name]}, config.json asks for {shape}")
 
 
 def locate(directory: Path) -> dict[str, Path]:
     """Tensor name -> file, from the files' headers or their index. Raises ModelError, naming the file."""
-    single, index = directory / _SINGLE, directory / _INDEX
+    single, index = directory / _SINGLE, directory / INDEX
     if single.exists():
         with _named(single), safe_open(single, framework="pt") as file:
             return dict.fromkeys(file.keys(), single)
     if not index.exists():
-        raise ModelError(f"{directory}: neither {_SINGLE} nor {_INDEX} is there; only safetensors weights are read")
+        raise ModelError(f"{directory}: neither {_SINGLE} nor {INDEX} is there; only safetensors weights are read")
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise ModelError(f"{index}: weight_map: must map tensor names to file names")
@@ -128,7 +128,7 @@ def locate(directory: Path) -> dict[str, Path]:
         if Path(name).name != name:
             raise ModelError(f"{index}: weight_map: {name!r} is not a file name")
         if not (directory / name).exists():
-            raise ModelError(f"{directory / name}: the file is missing, though {_INDEX} names it")
+            raise ModelError(f"{directory / name}: the file is missing, though {INDEX} names it")
     return {tensor: directory / name for tensor, name in places.items()}
 
 
