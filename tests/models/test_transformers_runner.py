@@ -89,7 +89,7 @@ def test_mixed_batches(folders: Callable[[str], Path], family: str) -> None:
     """Prefill, extend and decode rows of several requests in one step: every row as if its request were alone."""
     directory = folders(family)
     model, runner = reference(directory), load(directory)
-    driver, draw = Driver.of(runner), random.Random(1)  # noqa: S311
+    driver, draw = Driver.of(runner), random.Random(1)
     requests = {
         driver.open(prompt(length, seed)): prompt(length, seed) for seed, length in enumerate((150, 64, 17, 90))
     }
