@@ -91,4 +91,5 @@ def _difference(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """[T] length of each row's difference against the row's own length."""
     wanted = wanted.float()
     difference: torch.Tensor = torch.linalg.vector_norm(logits.float() - wanted, dim=-1)
-    return difference / torch.linalg.vector_norm(wanted, dim=-1).clamp_min(1e-30)
+    size: torch.Tensor = torch.linalg.vector_norm(wanted, dim=-1)
+    return difference / size.clamp_min(1e-30)
