@@ -64,6 +64,7 @@ class TransformersRunner:
         head.register_forward_pre_hook(_pick_rows)
         self.vocab_size = vocab_size
         self.hidden_size: int = head.weight.shape[1]
+        self.embedding: torch.Tensor | None = model.get_input_embeddings().weight
         self.context_length = context_length
         self.page_size = attention.page_size
         self.num_pages = num_pages
@@ -124,6 +125,11 @@ class TransformersRunner:
         AttentionInterface.register(_ATTENTION, _attend)
         self._model.set_attn_implementation(_ATTENTION)
         trial.run(lambda batch: self._forward(batch)[0], dtype)
+
+    def allocate_kv(self, num_pages: int) -> None:
+        """A KV pool of another size; what the old one held is gone."""
+        self._attention.resize(num_pages)
+        self.num_pages = num_pages
 
     def step(self, batch: Batch) -> StepOutput:
         """Feed the rows, write their K and V, return logits and hidden states of the wanted rows."""

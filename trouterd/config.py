@@ -236,6 +236,11 @@ class Model(Section, frozen=True):
             return self.dtype
         return "bfloat16" if self.device.startswith("cuda") else "float32"
 
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one weight."""
+        return 2 if self.element_type == "bfloat16" else 4
+
 
 class Route(Section, frozen=True):
     """A name that clients use as `model`, and who writes its tokens."""

@@ -127,6 +127,8 @@ def _gpu_problems(config: Config) -> list[str]:
             problems.append(f"{key}.tensor_parallel: splits a model over GPUs, but {where}")
         if model.backend == "flashinfer":
             problems.append(f"{key}.backend: 'flashinfer' needs a CUDA device, but {where}")
+        if model.load_format == "dummy":
+            problems.append(f"{key}.load_format: random weights are made on a GPU, but {where}")
         if model.sm_percent:
             problems.append(f"{key}.sm_percent: limits a model on a GPU, but {where}")
     return problems + _split_problems(config)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
+
+from models.shape import weight_bytes
+from trouterd.config import Model
 
 GIB = 1 << 30
 KV_TOKENS = "kv-tokens"
@@ -163,3 +167,8 @@ def _account(card: Card) -> str:
 def gib(count: int) -> str:
     """Bytes in words."""
     return f"{count / GIB:.2f} GiB"
+
+
+def weights_per_gpu(model: Model) -> int:
+    """Bytes of a model's weights on each of its GPUs, before they are loaded."""
+    return weight_bytes(Path(model.path), model.element_bytes) // model.tensor_parallel

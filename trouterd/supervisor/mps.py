@@ -16,8 +16,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
-from models.config import ModelConfig, ModelError
-from trouterd.config import Config, Model
+from trouterd.config import Config
+from trouterd.memory import weights_per_gpu
 
 CONTROL = "nvidia-cuda-mps-control"
 LARGEST_PERCENT = 80
@@ -181,8 +181,8 @@ class Mps:
         if models[name].sm_percent:
             return models[name].sm_percent
         for gpu in set(models[name].gpus) & set(self._config.shared_gpus):
-            others = [weight_bytes(models[other]) for other in self._config.sharing(gpu) if other != name]
-            if weight_bytes(models[name]) > max(others):
+            others = [weights_per_gpu(models[other]) for other in self._config.sharing(gpu) if other != name]
+            if weights_per_gpu(models[name]) > max(others):
                 return LARGEST_PERCENT
         return 0
 
@@ -205,13 +205,3 @@ async def _happens(condition: Callable[[], Awaitable[bool]]) -> bool:
         if time.monotonic() > deadline:
             return False
         await asyncio.sleep(_POLL)
-
-
-def weight_bytes(model: Model) -> int:
-    """Bytes of a model's weights on each of its GPUs, from config.json or, for architectures not our own, from its files."""
-    path = Path(model.path)
-    try:
-        size = ModelConfig.load(path).parameters() * (2 if model.element_type == "bfloat16" else 4)
-    except ModelError:
-        size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    return size // model.tensor_parallel
