@@ -79,5 +79,17 @@ def device_problem(model: Model) -> str:
     return ""
 
 
+def device_answers(device: torch.device) -> bool:
+    """False when a fault has left the device's context unusable for this process, so that every later call fails as well."""
+    if device.type != "cuda":
+        return True
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:  # torch.AcceleratorError, which older versions do not have
+        log.critical("%s answers no more calls", device, exc_info=True)
+        return False
+    return True
+
+
 def _is_lack_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -10,6 +10,7 @@ import asyncio
 import gc
 import logging
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,11 +24,12 @@ from trouterd.config import Config
 from trouterd.control import PeerState
 from trouterd.links import Links
 from trouterd.tokenizers import load_tokenizers
-from trouterd.worker.engine import open_engine
+from trouterd.worker.engine import device_answers, open_engine
+from trouterd.worker.events import Command, ProcessState
 from trouterd.worker.outbound import API
 from trouterd.worker.request import Request
 from trouterd.worker.route import ModelFacts, build_routes
-from trouterd.worker.worker import Command, ProcessState, Worker
+from trouterd.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +183,7 @@ class WorkerProcess:
         if section == "routes":
             name = rest.partition(".")[0]
             if name in self.worker.routes:
-                self.worker.routes[name].configure(config.routes[name])
+                self.worker.configure(name, config.routes[name])
         elif key == f"models.{self.name}.max_batch_tokens":
             self.worker.scheduler.max_batch_tokens = config.models[self.name].max_batch_tokens
 
@@ -226,7 +228,14 @@ async def run(control: Control) -> int:
     except (ModelError, ScriptError, AlgorithmError) as error:
         control.fatal(str(error))
         return 1
-    worker = Worker(config.worker_index(name), routes, engine.runner, engine.kv, config.models[name].max_batch_tokens)
+    worker = Worker(
+        config.worker_index(name),
+        routes,
+        engine.runner,
+        engine.kv,
+        config.models[name].max_batch_tokens,
+        partial(device_answers, engine.device),
+    )
     process = WorkerProcess(control, worker, name)
     needed = BYTES_PER_TOKEN * engine.runner.context_length + MESSAGE_OVERHEAD
     if needed > process.links.max_message:
