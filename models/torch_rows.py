@@ -18,6 +18,7 @@ class TorchRows:
         self.config = runner.config
         self.device = runner.device
         self.dtype = runner.dtype
+        self.embedding = runner.embedding if runner.embedding is not None else torch.zeros(0)
         self.vocab_size = runner.vocab_size
         self.context_length = runner.context_length
         self.page_size = runner.page_size

@@ -85,6 +85,7 @@ class CudaDecoder:
 
         self.config = config
         self.weights = weights
+        self.embedding = weights.embedding
         self.shard = shard
         self.device = weights.embedding.device
         self.dtype = dtype

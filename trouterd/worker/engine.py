@@ -145,5 +145,23 @@ def _pages(context: int, model: Model) -> int:
     return -(-context // model.page_size)
 
 
+def use_device(device: torch.device) -> None:
+    """Make a CUDA device the current one of this thread, which kernels of Triton and CUDA C++ are launched on."""
+    if device.type == "cuda" and (device.index or 0) < torch.cuda.device_count():
+        torch.cuda.set_device(device)
+
+
+def device_answers(device: torch.device) -> bool:
+    """False when a fault has left the device's context unusable for this process, so that every later call fails as well."""
+    if device.type != "cuda":
+        return True
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:  # torch.AcceleratorError, which older versions do not have
+        log.critical("%s answers no more calls", device, exc_info=True)
+        return False
+    return True
+
+
 def _is_lack_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,19 +22,22 @@ from algorithms.registry import AlgorithmError
 from ipc.messages import Active, Message, Submit, Warm
 from models.batch import ModelRunner
 from models.config import ModelError
+from models.resident import Resident
 from models.script import ScriptError
 from trouterd.child import CallError, Control, Refused
 from trouterd.config import Config
 from trouterd.control import PeerState
 from trouterd.links import Links
 from trouterd.tokenizers import load_tokenizers
-from trouterd.worker.engine import Engine, Loaded, load_model
+from trouterd.worker.engine import Engine, Loaded, device_answers, load_model, use_device
+from trouterd.worker.events import Command, ProcessState
 from trouterd.worker.gpu_engine import GpuEngine
 from trouterd.worker.outbound import API
 from trouterd.worker.request import Request
 from trouterd.worker.route import WorkerRoute, build_routes
 from trouterd.worker.sizing import agree
-from trouterd.worker.worker import Command, ProcessState, Worker
+from trouterd.worker.slot_setups import SlotSetups
+from trouterd.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +191,7 @@ class WorkerProcess:
         if section == "routes":
             name = rest.partition(".")[0]
             if name in self.worker.routes:
-                self.worker.routes[name].configure(config.routes[name])
+                self.worker.configure(name, config.routes[name])
         elif key == f"models.{self.name}.max_batch_tokens":
             self._set_max_batch_tokens(config.models[self.name].max_batch_tokens)
 
@@ -229,17 +233,24 @@ def _describe(request: Request, now_ns: int) -> dict[str, Any]:
 async def run(control: Control) -> int:
     """Main function of the role; returns the exit code."""
     name = control.boot.role
-    if control.config.models[name].gpus:
-        _settle_on_gpu(control.config.models[name].gpus[0])
+    device = torch.device(control.config.models[name].device)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(initializer=use_device, initargs=(device,)))
     try:
         # In a thread: heartbeats and settings must be answered meanwhile.
         loaded = await asyncio.to_thread(load_model, name, control.config)
+        use_device(device)
         tokenizers = await asyncio.to_thread(load_tokenizers, control.config)
         config = control.config
         routes = build_routes(config, name, loaded.facts, {model: t.eos_ids for model, t in tokenizers.items()})
         engine = await _open(control, loaded, routes)
         worker = Worker(
-            config.worker_index(name), routes, engine.runner, engine.kv, config.models[name].max_batch_tokens
+            config.worker_index(name),
+            routes,
+            engine.runner,
+            engine.kv,
+            config.models[name].max_batch_tokens,
+            partial(device_answers, device),
+            partial(use_device, device),
         )
         if isinstance(loaded.engine, GpuEngine):
             await asyncio.to_thread(loaded.engine.capture, engine.runner)
@@ -253,20 +264,14 @@ async def run(control: Control) -> int:
     return await _serve(control, worker, engine, loaded)
 
 
-def _settle_on_gpu(index: int) -> None:
-    """Make a GPU the current one of this thread and of those that `asyncio.to_thread` uses."""
-    torch.cuda.set_device(index)
-    threads = ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(index,))
-    asyncio.get_running_loop().set_default_executor(threads)
-
-
 async def _open(control: Control, loaded: Loaded, routes: Mapping[str, WorkerRoute]) -> Engine:
     """The engine with its KV pool: on a GPU as large as the models on it have agreed."""
     if isinstance(loaded.engine, Engine):
         return loaded.engine
 
     def prepare(runner: ModelRunner) -> None:
-        del runner
+        if isinstance(runner, Resident):
+            SlotSetups(runner, routes.values())  # gives it the routes, which its graphs take in
 
     claim = await asyncio.to_thread(loaded.engine.measure, prepare)
     tokens = await agree(control, claim, loaded.engine.memory)
