@@ -6,20 +6,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from models.batch import ModelRunner
 from models.config import ModelError
+from models.device_runner import DeviceRunner
 from models.kv_cache import KvCache
+from models.rows import RowDecoder
 from models.sampler import sample
 from trouterd.config import Model
 from trouterd.memory import Claim, Footprint, Memory, gib
 from trouterd.worker.largest_step import LargestStep, largest_steps
-
-if TYPE_CHECKING:
-    from models.cuda.decoder import CudaDecoder
 
 _POLL = 1e-3
 Prepare = Callable[[ModelRunner], None]
@@ -92,10 +91,18 @@ class PooledRunner(ModelRunner, Protocol):
     def allocate_kv(self, num_pages: int) -> None: ...
 
 
+class PooledDecoder(RowDecoder, Protocol):
+    """`models.cuda.decoder.CudaDecoder`: a row decoder whose KV pool can be replaced."""
+
+    @property
+    def kv_bytes_per_page(self) -> int: ...
+    def allocate_kv(self, num_pages: int) -> None: ...
+
+
 class DecoderWeights:
     """A model of our own CUDA decoder, decoded on the device."""
 
-    def __init__(self, decoder: CudaDecoder, model: Model) -> None:
+    def __init__(self, decoder: PooledDecoder, model: Model) -> None:
         self._decoder = decoder
         self._depth = model.depth
         self._graphs = model.graphs
@@ -103,15 +110,11 @@ class DecoderWeights:
 
     def runner(self, num_pages: int, max_slots: int, max_pages: int) -> ModelRunner:
         """A runner with its own slots and graphs."""
-        from models.device_runner import DeviceRunner
-
         self._decoder.allocate_kv(num_pages)
         return DeviceRunner(self._decoder, max_slots=max_slots, max_pages=max_pages, depth=self._depth)
 
     def capture(self, runner: ModelRunner) -> int:
         """Capture its graphs unless models.X.graphs is false."""
-        from models.device_runner import DeviceRunner
-
         if not self._graphs or not isinstance(runner, DeviceRunner):
             return 0
         runner.capture()
@@ -119,8 +122,6 @@ class DecoderWeights:
 
     def exercise(self, runner: ModelRunner, step: LargestStep) -> None:
         """A forward pass with all that follows it on the device."""
-        from models.device_runner import DeviceRunner
-
         if isinstance(runner, DeviceRunner):
             for setup in step.setups():
                 runner.setup(setup)
