@@ -64,6 +64,7 @@ class TransformersRunner:
         head.register_forward_pre_hook(_pick_rows)
         self.vocab_size = vocab_size
         self.hidden_size: int = head.weight.shape[1]
+        self.embedding: torch.Tensor | None = model.get_input_embeddings().weight
         self.context_length = context_length
         self.page_size = attention.page_size
         self.num_pages = num_pages
