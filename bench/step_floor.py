@@ -29,17 +29,7 @@ class Ceilings:
     @classmethod
     def measure(cls, device: torch.device, dtype: torch.dtype) -> Ceilings:
         """Median of a few copies and products."""
-        count = _COPY_BYTES[device.type] // 4
-        source = torch.zeros(count, dtype=torch.int32, device=device)
-        target = torch.empty_like(source)
-        size = _MATMUL_SIZE[device.type]
-        left = torch.randn(size, size, device=device).to(dtype)
-        right, out = left.clone(), torch.empty_like(left)
-        ceilings = cls(
-            copy_bytes_per_s=2 * source.nbytes / _seconds(lambda: target.copy_(source), device),
-            matmul_flop_per_s=2 * size**3 / _seconds(lambda: torch.mm(left, right, out=out), device),
-        )
-        del source, target, left, right, out
+        ceilings = cls(_copy_rate(device), _matmul_rate(device, dtype))
         if device.type == "cuda":
             torch.cuda.empty_cache()  # so that what is free afterwards can be asked for
         return ceilings
@@ -81,6 +71,19 @@ def step_work(
     pairs = runs * count * (start + (count + 1) / 2)
     flop = 2 * runs * (count * matrices + head) + 4 * config.num_layers * config.q_size * pairs
     return Work(int(weights + tokens * config.kv_bytes_per_token(element_bytes)), int(flop))
+
+
+def _copy_rate(device: torch.device) -> float:
+    source = torch.zeros(_COPY_BYTES[device.type] // 4, dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
+
+
+def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    size = _MATMUL_SIZE[device.type]
+    left = torch.randn(size, size, device=device).to(dtype)
+    right, out = left.clone(), torch.empty_like(left)
+    return 2 * size**3 / _seconds(lambda: torch.mm(left, right, out=out), device)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
