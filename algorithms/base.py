@@ -33,6 +33,8 @@ class RouteContext:
     vocab_size: int
     hidden_size: int
     device: torch.device
+    embedding: torch.Tensor | None = None
+    """[rows >= vocab_size, E] of this worker's model, on `device`; None where there are no weights (a script)."""
 
     def destination(self, model: int) -> int:
         """Destination number of route index `model` as seen from this side: 0 = stay, k = the k-th other model."""

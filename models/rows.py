@@ -64,6 +64,8 @@ class RowDecoder(Protocol):
     context_length: int
     page_size: int
     num_pages: int
+    embedding: torch.Tensor
+    """[rows >= vocab_size, H] the token embedding, for routing algorithms that look tokens up."""
 
     def forward(self, rows: Rows, runs: Runs | None = None) -> StepOutput:
         """Feed the rows, write K and V of the active ones, give logits and hidden states of `logit_rows`.

@@ -28,6 +28,7 @@ class TorchRunner:
         self._device = attention.device
         self.vocab_size = len(decoder.head)
         self.hidden_size = decoder.config.hidden_size
+        self.embedding: torch.Tensor | None = decoder.embedding
         self.context_length = context_length
         self.page_size = attention.page_size
         self.num_pages = num_pages

@@ -101,7 +101,7 @@ class Cluster:
     def open_worker(self, name: str, runner: ModelRunner) -> Worker:
         """A worker without any state, in place of the one that had the name before."""
         max_slots, prefix_cache, num_pages = self._cache
-        facts = ModelFacts(runner.vocab_size, runner.hidden_size, torch.device("cpu"))
+        facts = ModelFacts(runner.vocab_size, runner.hidden_size, torch.device("cpu"), runner.embedding)
         pages = runner.num_pages if num_pages is None else num_pages
         kv = KvCache(pages, runner.page_size, max_slots, runner.context_length, prefix_cache)
         compiled = build_routes(self.config, name, facts, dict.fromkeys(self.names, self._eos_ids))

@@ -57,6 +57,14 @@ def test_paths_of_the_file_are_relative_to_it(file: Path) -> None:
     assert config.routes["pair"].algorithm == "entropy"
 
 
+def test_a_checkpoint_of_an_algorithm_is_relative_to_the_file(file: Path) -> None:
+    route = (
+        '[routes.learned]\nmodels = ["small", "big-1.7b"]\nalgorithm = "r2r"\nparams = { checkpoint = "heads/r.pt" }\n'
+    )
+    file.write_text(BASIC + route)
+    assert load(file, {}).routes["learned"].params == {"checkpoint": str(file.parent / "heads" / "r.pt")}
+
+
 def test_paths_of_flags_and_variables_are_relative_to_the_working_directory(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

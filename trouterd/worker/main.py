@@ -221,7 +221,7 @@ async def run(control: Control) -> int:
         engine = await asyncio.to_thread(open_engine, name, model)
         tokenizers = await asyncio.to_thread(load_tokenizers, control.config)
         config = control.config
-        facts = ModelFacts(engine.runner.vocab_size, engine.runner.hidden_size, engine.device)
+        facts = ModelFacts(engine.runner.vocab_size, engine.runner.hidden_size, engine.device, engine.runner.embedding)
         routes = build_routes(config, name, facts, {model: t.eos_ids for model, t in tokenizers.items()})
     except (ModelError, ScriptError, AlgorithmError) as error:
         control.fatal(str(error))

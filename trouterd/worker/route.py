@@ -56,6 +56,8 @@ class ModelFacts:
     vocab_size: int
     hidden_size: int
     device: torch.device
+    embedding: torch.Tensor | None = None
+    """The model's embedding, which some algorithms look tokens up in; None for a script."""
 
 
 def build_routes(
@@ -79,7 +81,9 @@ def build_routes(
         definition = load(route.algorithm)
         params = validate_params(definition, route.params, route.models)
         side = route.models.index(model)
-        context = RouteContext(tuple(route.models), side, facts.vocab_size, facts.hidden_size, facts.device)
+        context = RouteContext(
+            tuple(route.models), side, facts.vocab_size, facts.hidden_size, facts.device, facts.embedding
+        )
         routes[name] = WorkerRoute(
             name=name,
             models=tuple(route.models),
@@ -103,6 +107,8 @@ def build_side(definition: Definition, context: RouteContext, params: msgspec.St
     """
     try:
         return definition.sides(context.side)(context, params)
+    except AlgorithmError as error:
+        raise AlgorithmError(f"algorithm {definition.name!r}: {error}", error.key) from error
     except Exception as error:  # code of users
         reason = " ".join(str(error).split())
         raise AlgorithmError(
