@@ -70,6 +70,7 @@ class Bench:
                 context_length=min(self._config.context_length, _longest(options)),
                 kv_tokens=options.kv_tokens or _most_tokens(options),
                 depth=options.depth,
+                megakernel=options.megakernel,
             )
         )
         head = make_head(options.head, runner, device)
@@ -99,7 +100,9 @@ class Bench:
                 "graph_bytes": runner.graph_bytes,
                 "ready_s": time.perf_counter() - started,
             },
-            "options": {name: getattr(options, name) for name in ("depth", "graphs", "head", "temperature")},
+            "options": {
+                name: getattr(options, name) for name in ("depth", "graphs", "megakernel", "head", "temperature")
+            },
             "ceilings": asdict(self._ceilings),
             "skipped": [],
         }
@@ -237,6 +240,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads")
     parser.add_argument("--depth", type=int, default=2, metavar="N", help="steps in flight")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--megakernel", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--head", choices=HEADS, default="none", help="routing algorithm on every row")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     parser.add_argument("--sections", type=_sections, default=SECTIONS, metavar="LIST", help=f"of {','.join(SECTIONS)}")

@@ -32,6 +32,8 @@ class Options:
     kv_tokens: int
     """Most tokens of the KV pool; fewer where they do not fit."""
     depth: int
+    megakernel: bool
+    """Small steps may take the decoder's fast path, if it has one."""
 
 
 def open_runner(options: Options) -> DeviceRunner:
@@ -57,6 +59,8 @@ def _on_cuda(options: Options, pages: int) -> RowDecoder:
         page_size=_PAGE_SIZE,
         context_length=options.context_length,
     )
+    if not options.megakernel:
+        decoder.fast_path = None
     free, _ = torch.cuda.mem_get_info(options.device)
     decoder.allocate_kv(min(pages, int(_FREE_SHARE * free) // decoder.kv_bytes_per_page))
     return decoder

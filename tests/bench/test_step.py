@@ -54,7 +54,7 @@ def test_all_sections(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
             assert 0 < case["device_ms"] <= case["launch_us"] / 1e3 * 2
             assert case["floor_ms"] > 0
             assert case["worst_ms"] >= case["wall_ms"] > 0
-    assert result["options"] == {"depth": 2, "graphs": True, "head": head, "temperature": 0.0}
+    assert result["options"] == {"depth": 2, "graphs": True, "megakernel": True, "head": head, "temperature": 0.0}
     assert result["command"].startswith(f"python -m bench.step --model={model} --device=cpu")
     report = (tmp_path / "r.md").read_text()
     assert report in capsys.readouterr().out
