@@ -85,8 +85,8 @@ class CudaDecoder:
 
         self.config = config
         self.weights = weights
-        self.embedding = weights.embedding
         self.shard = shard
+        self.embedding = weights.embedding
         self.device = weights.embedding.device
         self.dtype = dtype
         self.vocab_size = vocab_size
