@@ -15,13 +15,20 @@ from trouterd.check import deep_problems
 from trouterd.config import Config, Gpu, Model
 from trouterd.memory import GIB
 from trouterd.worker import gpu_check
-from trouterd.worker.gpu_check import Backend, Host, choose_backend, device_problem, memory_problems
+from trouterd.worker.gpu_check import (
+    Backend,
+    Host,
+    choose_backend,
+    device_problem,
+    may_use_megakernel,
+    memory_problems,
+)
 
 H200 = gpu_check.Gpu("NVIDIA H200", (9, 0), 140 * GIB)
 OLD = gpu_check.Gpu("Tesla T4", (7, 5), 15 * GIB)
 
 
-def host(*gpus: gpu_check.Gpu, triton: bool = True, flashinfer: bool = True) -> Host:
+def host(*gpus: gpu_check.Gpu, triton: bool = True, flashinfer: str = "") -> Host:
     return Host(gpus or (H200,), triton, flashinfer)
 
 
@@ -50,18 +57,33 @@ def chosen(model: Model, where: Host) -> Backend:
     ],
 )
 def test_device_that_is_not_there(model: Model, gpus: tuple[gpu_check.Gpu, ...], words: str) -> None:
-    assert device_problem(model, Host(gpus, triton=True, flashinfer=True)) == words
+    assert device_problem(model, Host(gpus, triton=True)) == words
 
 
 def test_fast_backend_where_it_can_run(directory: Path) -> None:
-    assert chosen(on_gpu(directory), host()) == Backend("flashinfer")
-    without = chosen(on_gpu(directory), host(flashinfer=False))
-    assert without.name == "flashinfer"
-    assert "models.m: without flashinfer long prompts take longer" in without.why
+    assert chosen(on_gpu(directory), host()) == Backend("flashinfer", ragged_prefill=True)
+    assert chosen(on_gpu(directory), host(flashinfer="it is away")) == Backend(
+        "flashinfer", "models.m: long prompts take longer than they need: it is away"
+    )
     assert chosen(Model(path=str(directory)), host()) == Backend("torch")
     slow = chosen(on_gpu(directory, backend="torch"), host())
     assert slow.name == "torch"
     assert "as models.m.backend says" in slow.why
+
+
+def test_flashinfer_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed: set[str] = set()
+    monkeypatch.setattr(gpu_check, "_is_installed", lambda package: package in installed)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    assert "FlashInfer is not installed" in Host.this().flashinfer
+    installed.add("flashinfer")
+    if not Path("/usr/local/cuda/bin/nvcc").exists():
+        assert "nvcc is not on the PATH or in CUDA_HOME" in Host.this().flashinfer
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").write_text("")
+    assert Host.this().flashinfer == ""
 
 
 def test_why_the_fast_backend_cannot_run(directory: Path, tmp_path: Path) -> None:
@@ -123,6 +145,21 @@ def test_weights_that_do_not_fit_name_the_largest(directory: Path, tmp_path: Pat
     fits = host(gpu_check.Gpu("A", (9, 0), size * 2))
     assert list(memory_problems(Config(models={"large": on_gpu(large)}), fits)) == []
     assert len(list(memory_problems(Config(models=floats), fits))) == 1
+
+
+def test_one_persistent_kernel_on_a_gpu(directory: Path, tmp_path: Path) -> None:
+    large = tiny_qwen3(tmp_path / "large")
+    shape = json.loads((large / "config.json").read_text()) | {"vocab_size": 4000}
+    (large / "config.json").write_text(json.dumps(shape))
+    models = {
+        "large": on_gpu(large, tensor_parallel=2),
+        "small": on_gpu(directory),
+        "twin": on_gpu(directory),
+        "alone": on_gpu(large, "cuda:2"),
+        "off": on_gpu(directory, "cuda:3", megakernel="off"),
+    }
+    allowed = [name for name in models if may_use_megakernel(name, Config(models=models))]
+    assert allowed == ["small", "alone"]
 
 
 def test_weights_of_other_architectures_are_their_files(tmp_path: Path) -> None:

@@ -18,7 +18,13 @@ from models.tokenizer import vocabulary_size
 from models.torch_runner import TorchRunner
 from models.transformers_runner import TransformersRunner
 from trouterd.config import Config, Model
-from trouterd.worker.gpu_check import Host, choose_backend, device_problem, memory_problems
+from trouterd.worker.gpu_check import (
+    Host,
+    choose_backend,
+    device_problem,
+    may_use_megakernel,
+    memory_problems,
+)
 from trouterd.worker.gpu_engine import DecoderWeights, GpuEngine, PooledRunner, TorchWeights, Weights
 from trouterd.worker.room import gpu_context, model_room, script_room
 from trouterd.worker.route import ModelFacts
@@ -64,7 +70,7 @@ def load_model(name: str, config: Config) -> Loaded:
     for gpu, problem in memory_problems(config, host):
         if gpu in model.gpus:
             raise ModelError(problem)
-    return _load_on_gpu(name, model, shape, host)
+    return _load_on_gpu(name, config, shape, host)
 
 
 def _load_script(name: str, model: Model) -> Loaded:
@@ -90,7 +96,8 @@ def _load_on_cpu(name: str, model: Model, shape: Shape) -> Loaded:
     return Loaded(_facts(runner, torch.device("cpu")), Engine(runner, kv), "torch")
 
 
-def _load_on_gpu(name: str, model: Model, shape: Shape, host: Host) -> Loaded:
+def _load_on_gpu(name: str, config: Config, shape: Shape, host: Host) -> Loaded:
+    model = config.models[name]
     context = gpu_context(name, model, shape)
     backend = choose_backend(name, model, shape, host)
     if backend.why:
@@ -114,6 +121,9 @@ def _load_on_gpu(name: str, model: Model, shape: Shape, host: Host) -> Loaded:
                 vocab_size=vocabulary_size(model.tokenizer_folder),
                 context_length=context,
             )
+            decoder.ragged_prefill &= backend.ragged_prefill
+            if not may_use_megakernel(name, config):
+                decoder.fast_path = None
             weights = DecoderWeights(decoder, model)
             facts = ModelFacts(decoder.vocab_size, decoder.hidden_size, device, decoder.weights.embedding)
     except torch.OutOfMemoryError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +33,12 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """GPUs by index, and the packages that the flashinfer backend is made of."""
+    """GPUs by index, and what the flashinfer backend is made of."""
 
     gpus: tuple[Gpu, ...]
     triton: bool
-    flashinfer: bool
+    flashinfer: str = ""
+    """Why FlashInfer cannot be used; '' if it can."""
 
     @classmethod
     def this(cls) -> Host:
@@ -44,8 +47,21 @@ class Host:
         for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
             facts = torch.cuda.get_device_properties(index)
             gpus.append(Gpu(facts.name, (facts.major, facts.minor), facts.total_memory))
-        present = (importlib.util.find_spec(package) is not None for package in ("triton", "flashinfer"))
-        return cls(tuple(gpus), *present)
+        return cls(tuple(gpus), _is_installed("triton"), _flashinfer_problem())
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _flashinfer_problem() -> str:
+    if not _is_installed("flashinfer"):
+        return "FlashInfer is not installed; install trouterd[cuda]"
+    # Where FlashInfer itself looks for it.
+    homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")] + ["/usr/local/cuda"]
+    if not shutil.which("nvcc") and not any(home and Path(home, "bin", "nvcc").is_file() for home in homes):
+        return "FlashInfer's kernels are compiled at the first start, and nvcc is not on the PATH or in CUDA_HOME"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +72,8 @@ class Backend:
     """'torch' or 'flashinfer'."""
     why: str = ""
     """A line for the log where it is not what one would expect."""
+    ragged_prefill: bool = False
+    """FlashInfer runs long prompts."""
 
 
 def device_problem(model: Model, host: Host) -> str:
@@ -98,11 +116,9 @@ def _best_backend(name: str, model: Model, shape: Shape, host: Host) -> Backend:
         )
     if obstacle:
         return Backend("torch", f"models.{name}: the slow torch backend runs it on the GPU: {obstacle}")
-    if not host.flashinfer:
-        return Backend(
-            "flashinfer", f"models.{name}: without flashinfer long prompts take longer; install trouterd[cuda]"
-        )
-    return Backend("flashinfer")
+    if host.flashinfer:
+        return Backend("flashinfer", f"models.{name}: long prompts take longer than they need: {host.flashinfer}")
+    return Backend("flashinfer", ragged_prefill=True)
 
 
 def _obstacle(model: Model, shape: Shape, host: Host) -> str:
@@ -126,6 +142,22 @@ def _obstacle(model: Model, shape: Shape, host: Host) -> str:
     except ModelError as error:
         return str(error)
     return ""
+
+
+def may_use_megakernel(name: str, config: Config) -> bool:
+    """Whether a model's small steps may run as one persistent kernel.
+
+    Its blocks wait for each other, so that all of them must be on the GPU at once. Two such kernels side by side could each
+    hold what the other waits for: of models that share a GPU only the one with the least weights gets it.
+    """
+    model = config.models[name]
+    if model.megakernel == "off":
+        return False
+    return all(_smallest(config, gpu) == name for gpu in model.gpus)
+
+
+def _smallest(config: Config, gpu: int) -> str:
+    return min(config.sharing(gpu), key=lambda name: weights_per_gpu(config.models[name]))
 
 
 def memory_problems(config: Config, host: Host) -> Iterator[tuple[int, str]]:
