@@ -12,6 +12,8 @@ from models.shape import weight_bytes
 from trouterd.config import Model
 
 GIB = 1 << 30
+_SLACK_SHIFT = 8
+"""1/256 of a GPU stays free: allocators round up, and pools of different sizes leave gaps."""
 KV_TOKENS = "kv-tokens"
 """Verb, worker -> supervisor: how many tokens may my KV pool have? Args: `claim`. Answered when all have asked."""
 GPU_MEMORY = "gpu-memory"
@@ -82,8 +84,9 @@ class Card:
 
     @property
     def reach(self) -> int:
-        """Bytes that its models could take at most: what they hold and what nobody holds."""
-        return self.memory.free + sum(claim.footprint.weights for claim in self.claims.values())
+        """Bytes that its models could take at most: what they hold and what nobody holds, less what rounding may cost."""
+        held = sum(claim.footprint.weights for claim in self.claims.values())
+        return self.memory.free + held - (self.memory.total >> _SLACK_SHIFT)
 
     @property
     def fixed(self) -> int:

@@ -41,6 +41,10 @@ def test_model_that_can_use_less_leaves_the_rest() -> None:
     assert [c.tokens(found) for c in shared.claims.values()] == [3, 9]
 
 
+def test_little_stays_free_whatever_the_fraction() -> None:
+    assert common_tokens([card(1.0, 256 * 10, a=claim(560))]) == 2560 - 560 - 10
+
+
 def test_number_of_its_own_is_taken_off_first() -> None:
     shared = card(small=claim(10, kv=1, fixed_tokens=20), large=claim(50, kv=2))
     found = common_tokens([shared])
@@ -120,7 +124,7 @@ def test_never_more_than_the_budget_and_never_less_than_fits(
     def taken(common: int) -> int:
         return sum(c.footprint.fixed + c.tokens(common) * c.footprint.kv_bytes_per_token for c in held)
 
-    limit = min(int(total * fraction), total - foreign)
+    limit = min(int(total * fraction), total - foreign - total // 256)
     fitting = [count for count in range(total + 1) if taken(count) <= limit]
     try:
         found = common_tokens([one])
