@@ -230,19 +230,22 @@ class AttentionStep:
     places: torch.Tensor
     groups: list[_Tiles]
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None
+    ) -> torch.Tensor:
         """Write k and v of all rows, then attend.
 
         Args:
             layer: index of the layer.
             q: [T or more, heads, head_dim], rotated; rows past the batch's T are padding.
             k, v: [T or more, kv_heads, head_dim].
+            scale: of the scores; None is head_dim ** -0.5.
 
         Returns:
             [T or more, heads * head_dim] in q's dtype; padding rows are zero.
         """
         self.attention.write(layer, self.places, k[: self.count], v[: self.count])
-        scaled = q.flatten(1).float() * self.attention.head_dim**-0.5
+        scaled = q.flatten(1).float() * (self.attention.head_dim**-0.5 if scale is None else scale)
         out = torch.zeros_like(scaled)
         for tiles in self.groups:
             out.index_copy_(0, tiles.rows, self.attention.attend(layer, tiles, scaled))

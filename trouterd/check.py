@@ -8,8 +8,10 @@ from pathlib import Path
 from algorithms.registry import AlgorithmError, load, validate_params
 from models.config import ModelConfig, ModelError
 from models.script import ScriptError, ScriptRunner
+from models.shape import load_shape
 from models.tokenizer import Tokenizer
-from models.weights import Checkpoint
+from models.transformers_config import TransformersConfig
+from models.weights import Checkpoint, locate
 from trouterd.config import Config, Model
 from trouterd.worker.engine import device_problem
 from trouterd.worker.room import model_room, script_room
@@ -31,6 +33,24 @@ def deep_problems(config: Config) -> list[str]:
     return problems
 
 
+def remarks(config: Config) -> list[str]:
+    """One line on each model that is served otherwise than its user may think."""
+    return [remark for name, model in config.models.items() for remark in _model_remarks(name, model)]
+
+
+def _model_remarks(name: str, model: Model) -> Iterable[str]:
+    if model.format == "script":
+        return
+    try:
+        shape = load_shape(Path(model.path))
+    except ModelError:
+        return  # among the problems
+    if isinstance(shape, TransformersConfig):
+        yield f"models.{name}: {shape.family!r} is served by transformers' modelling code, which is slower than our own"
+        if shape.bound:
+            yield f"models.{name}: its context is {shape.context_length}: {shape.bound} of its config.json ends there"
+
+
 def _model_problems(name: str, model: Model) -> Iterable[str]:
     if problem := device_problem(model):
         yield f"models.{name}.device: {problem}"
@@ -38,7 +58,7 @@ def _model_problems(name: str, model: Model) -> Iterable[str]:
         if model.format == "script":
             script = ScriptRunner.load(Path(model.path))
         else:
-            shape = ModelConfig.load(Path(model.path))
+            shape = load_shape(Path(model.path))
     except (ModelError, ScriptError) as error:
         yield f"models.{name}.path: {error}"
         return
@@ -51,7 +71,11 @@ def _model_problems(name: str, model: Model) -> Iterable[str]:
         yield str(error)
     if model.format != "script":
         try:
-            Checkpoint(Path(model.path), shape)  # reads the headers of the files, no tensor
+            # Only headers of the files are read, no tensor.
+            if isinstance(shape, ModelConfig):
+                Checkpoint(Path(model.path), shape)
+            else:
+                locate(Path(model.path))
         except ModelError as error:
             yield f"models.{name}.path: {error}"
 

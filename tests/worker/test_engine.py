@@ -10,6 +10,9 @@ import torch
 from algorithms.base import Algorithm, Definition, RouteContext
 from algorithms.registry import AlgorithmError
 from models.config import ModelError
+from models.torch_runner import TorchRunner
+from models.transformers_runner import TransformersRunner
+from tests.models.foreign import tiny_foreign
 from trouterd.config import Model
 from trouterd.demo import SMALL_DIRECTORY
 from trouterd.worker.engine import open_engine
@@ -44,3 +47,10 @@ def test_side_whose_own_code_fails() -> None:
     context = RouteContext(("a", "b"), 1, 4, 8, torch.device("cpu"))
     with pytest.raises(AlgorithmError, match="'odd': side 1 cannot be built: OddFault: two lines$"):
         build_side(definition, context, definition.params())
+
+
+def test_the_architecture_decides_who_runs_it(tmp_path: Path) -> None:
+    foreign = open_engine("m", Model(path=str(tiny_foreign(tmp_path, "olmo2")), kv_tokens=600))
+    assert isinstance(foreign.runner, TransformersRunner)
+    assert (foreign.runner.vocab_size, foreign.runner.context_length, foreign.kv.capacity_tokens) == (258, 512, 592)
+    assert isinstance(open_engine("m", Model(path=str(SMALL_DIRECTORY))).runner, TorchRunner)

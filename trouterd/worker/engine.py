@@ -12,8 +12,10 @@ from models.batch import ModelRunner
 from models.config import ModelConfig, ModelError
 from models.kv_cache import KvCache
 from models.script import ScriptRunner
+from models.shape import load_shape
 from models.tokenizer import vocabulary_size
 from models.torch_runner import TorchRunner
+from models.transformers_runner import TransformersRunner
 from trouterd.config import Model
 from trouterd.worker.room import model_room, script_room
 
@@ -44,10 +46,12 @@ def open_engine(name: str, model: Model) -> Engine:
         room = script_room(name, model, runner)
     else:
         path = Path(model.path)
-        room = model_room(name, model, ModelConfig.load(path))
+        shape = load_shape(path)
+        room = model_room(name, model, shape)
         log.info("%s: KV pool of %d tokens, %.0f MiB", name, room.pages * room.page_size, room.kv_bytes / 2**20)
+        load = TorchRunner.load if isinstance(shape, ModelConfig) else TransformersRunner.load
         try:
-            runner = TorchRunner.load(
+            runner = load(
                 path,
                 device=model.device,
                 dtype=model.dtype,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models.config import ModelConfig, ModelError
+from models.config import ModelError
 from models.script import ScriptRunner
+from models.shape import Shape
 from trouterd.config import Model
 
 AUTO_CONTEXTS = 16
@@ -26,7 +27,7 @@ class Room:
     """Of all pages; 0 for a script, which has no KV."""
 
 
-def model_room(name: str, model: Model, shape: ModelConfig) -> Room:
+def model_room(name: str, model: Model, shape: Shape) -> Room:
     """Room of a model with weights. Raises ModelError: the configuration asks for what cannot be."""
     context = _context(name, model, shape.context_length)
     bytes_per_token = shape.kv_bytes_per_token(_ELEMENT_BYTES[model.dtype])
