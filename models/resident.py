@@ -139,11 +139,14 @@ class Resident(ModelRunner, Protocol):
         ...
 
     def launch(self, rows: StepRows) -> int:
-        """Queue a step behind those in flight, after everything that was set up. Returns its number, rising from 1."""
+        """Queue a step behind those in flight, after everything that was set up. Returns its number, rising from 1.
+
+        When it raises, nothing was queued. The same object is given again while nothing in it changes.
+        """
         ...
 
     def poll(self) -> StepRecord | None:
-        """The record of the oldest step not yet polled, or None while it runs. Never blocks."""
+        """The record of the oldest step not yet polled, or None while it runs. Never blocks. When it raises, the device is lost."""
         ...
 
     @property

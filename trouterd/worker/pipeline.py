@@ -123,21 +123,17 @@ class PipelinedStepper:
         """What the oldest step has decided."""
         if self._alone.in_flight:
             return self._alone_outcome()
-        while self._flights and (record := self.runner.poll()) is not None:
-            # Records of steps that were abandoned may still come.
-            if record.step == self._flights[0].number:
-                return self._landed(self._flights.popleft(), record)
-        return None
+        record = self.runner.poll() if self._flights else None
+        if record is None:
+            return None
+        flight = self._flights.popleft()
+        if record.step != flight.number:
+            raise RuntimeError(f"the device reports step {record.step}, the oldest one in flight is {flight.number}")
+        return self._landed(flight, record)
 
     def nap(self, now: float) -> float:
         """Most of what is left of a long step."""
         return self._pace.nap(self._flights[0].rows, now - self.started) if self._flights else 0.0
-
-    def abandon(self) -> list[Chunk]:
-        """Forget all steps in flight."""
-        chunks = [chunk for flight in self._flights for chunk in flight.chunks]
-        self._flights.clear()
-        return chunks
 
     def _alone_outcome(self) -> Outcome | None:
         outcome = self._alone.poll()

@@ -72,13 +72,10 @@ class Stepper(Protocol):
         ...
 
     def poll(self) -> Outcome | None:
-        """What the oldest step in flight has decided, or None while it runs. Never blocks."""
+        """What the oldest step in flight has decided, or None while it runs. Never blocks; whatever it raises means that the
+        device is lost."""
         ...
 
     def nap(self, now: float) -> float:
         """Seconds that may be slept before the oldest step is worth another look; 0 = look at once."""
-        ...
-
-    def abandon(self) -> list[Chunk]:
-        """Forget all steps in flight, which have failed; returns their chunks."""
         ...

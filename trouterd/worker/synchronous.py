@@ -92,10 +92,6 @@ class SynchronousStepper:
         del now
         return 0.0
 
-    def abandon(self) -> list[Chunk]:
-        """Nothing is in flight once `launch` has returned."""
-        return []
-
 
 def build(chunks: Sequence[Chunk], page_table: PageTable) -> Batch:
     """The batch that feeds the chunks, all of whose tokens are known."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 from ipc.messages import NackReason, Warm
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class DeviceLostError(RuntimeError):
-    """The model's device answers no more calls; only a new process can use it again."""
+    """The model's device answers no more calls: only a new process can use it again, so this one has to end."""
 
 
 class Worker:
@@ -173,9 +173,12 @@ class Worker:
         self._note_start(chunks)
         try:
             await self.stepper.launch(chunks)
-        except Exception:  # the worker's boundary: a failed step ends its requests, not the worker
+        except Exception as error:  # the worker's boundary: a failed step ends its requests, not the worker
             log.exception("a step of %d requests failed; they end with an error", len(chunks))
-            self._fail(chunks)
+            if not self._device_answers():
+                raise DeviceLostError("the device answers no more calls after a failed step") from error
+            await self._drain()
+            self.outcomes.fail(chunks)
             return
         for chunk in chunks:
             chunk.request.fed = chunk.end
@@ -194,18 +197,20 @@ class Worker:
             self.outcomes.commit(outcome)
             outcome = self._poll()
 
+    async def _drain(self) -> None:
+        """Commit what is in flight, so that nobody loses a token to a step that came after it."""
+        while self.stepper.in_flight:
+            outcome = self._poll()
+            if outcome is None:
+                await asyncio.sleep(0)
+            else:
+                self.outcomes.commit(outcome)
+
     def _poll(self) -> Outcome | None:
         try:
             return self.stepper.poll()
-        except Exception:  # the worker's boundary, as in `_launch`
-            log.exception("steps in flight failed; their requests end with an error")
-            self._fail(self.stepper.abandon())
-            return None
-
-    def _fail(self, chunks: Sequence[Chunk]) -> None:
-        if not self._device_answers():
-            raise DeviceLostError("the device answers no more calls after a failed step; only a new process can use it")
-        self.outcomes.fail(chunks)
+        except Exception as error:
+            raise DeviceLostError(f"steps in flight cannot be heard of any more: {error}") from error
 
     async def _wait(self) -> None:
         """Sleep until something arrives; look again soon while something waits for room in a ring."""
