@@ -201,8 +201,9 @@ class Model(Section, frozen=True):
     megakernel: Annotated[
         Literal["auto", "off"],
         Meta(
-            description="GPU: 'auto' runs small steps as one persistent kernel where the GPU and the model's shape allow"
-            " it; of models that share a GPU only the smallest does."
+            description="GPU: 'auto' runs steps of up to 64 rows as one persistent kernel where the GPU and the model's"
+            " shape allow it and a second copy of the weights takes at most 1/8 of the memory; of models that share a GPU"
+            " only the smallest does."
         ),
     ] = "auto"
     sm_percent: Annotated[

@@ -197,6 +197,24 @@ class PooledRows(TorchRows):
         self.num_pages = num_pages
 
 
+def test_fast_steps_let_go_of_a_pool_before_the_next_one(directory: Path) -> None:
+    decoder = PooledRows(load(directory))
+    order: list[str] = []
+
+    class Fast:
+        def attach(self) -> None:
+            order.append(f"attach to {decoder.num_pages}")
+
+        def detach(self) -> None:
+            order.append("detach")
+
+    settings = model()
+    one = GpuEngine("m", settings, DecoderWeights(decoder, settings, Fast()), 64, Device())
+    one.measure(lambda measured: None)
+    one.open(96)
+    assert order == ["detach", "attach to 16", "detach", "detach", "attach to 24"]
+
+
 def test_device_runner_is_exercised_and_made_anew_for_its_pool(directory: Path) -> None:
     decoder = PooledRows(load(directory))
     settings = model(depth=3)

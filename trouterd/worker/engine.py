@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,9 +26,12 @@ from trouterd.worker.gpu_check import (
     may_use_megakernel,
     memory_problems,
 )
-from trouterd.worker.gpu_engine import DecoderWeights, GpuEngine, PooledRunner, TorchWeights, Weights
+from trouterd.worker.gpu_engine import DecoderWeights, FastSteps, GpuEngine, PooledRunner, TorchWeights, Weights
 from trouterd.worker.room import gpu_context, model_room, script_room
 from trouterd.worker.route import ModelFacts
+
+if TYPE_CHECKING:
+    from models.cuda.decoder import CudaDecoder
 
 log = logging.getLogger(__name__)
 
@@ -122,15 +126,27 @@ def _load_on_gpu(name: str, config: Config, shape: Shape, host: Host) -> Loaded:
                 context_length=context,
             )
             decoder.ragged_prefill &= backend.ragged_prefill
-            if not may_use_megakernel(name, config):
-                decoder.fast_path = None
-            weights = DecoderWeights(decoder, model)
+            weights = DecoderWeights(decoder, model, _fast_steps(name, config, decoder))
             facts = ModelFacts(decoder.vocab_size, decoder.hidden_size, device, decoder.weights.embedding)
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"models.{name}.device: the weights do not fit on the GPU: {str(error).partition('. ')[0]}"
         ) from error
     return Loaded(facts, GpuEngine(name, model, weights, context, DeviceMemory(device)), backend.name)
+
+
+def _fast_steps(name: str, config: Config, decoder: CudaDecoder) -> FastSteps | None:
+    """The megakernel of a model that may have it."""
+    from models.cuda import fast_steps
+    from models.cuda.nvcc import find_nvcc
+
+    if not may_use_megakernel(name, config):
+        return None
+    reason = fast_steps.obstacle(decoder) or ("" if find_nvcc() else "nvcc, which compiles it, is not installed")
+    if reason:
+        log.info("models.%s: small steps are not run as one kernel: %s", name, reason)
+        return None
+    return fast_steps.FastSteps(decoder)
 
 
 def _torch_runner(model: Model, shape: Shape, pages: int, context: int) -> PooledRunner:

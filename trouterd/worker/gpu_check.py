@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import torch
 
 from models.config import ModelConfig, ModelError
+from models.cuda.nvcc import find_nvcc
 from models.shape import Shape
 from trouterd.config import Config, Model
 from trouterd.memory import gib, weights_per_gpu
@@ -57,9 +56,7 @@ def _is_installed(package: str) -> bool:
 def _flashinfer_problem() -> str:
     if not _is_installed("flashinfer"):
         return "FlashInfer is not installed; install trouterd[cuda]"
-    # Where FlashInfer itself looks for it.
-    homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")] + ["/usr/local/cuda"]
-    if not shutil.which("nvcc") and not any(home and Path(home, "bin", "nvcc").is_file() for home in homes):
+    if find_nvcc() is None:
         return "FlashInfer's kernels are compiled at the first start, and nvcc is not on the PATH or in CUDA_HOME"
     return ""
 

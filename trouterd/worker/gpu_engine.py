@@ -99,18 +99,28 @@ class PooledDecoder(RowDecoder, Protocol):
     def allocate_kv(self, num_pages: int) -> None: ...
 
 
+class FastSteps(Protocol):
+    """`models.cuda.fast_steps.FastSteps`: another way of the decoder's small steps, over the KV pool that it has."""
+
+    def attach(self) -> None: ...
+    def detach(self) -> None: ...
+
+
 class DecoderWeights:
     """A model of our own CUDA decoder, decoded on the device."""
 
-    def __init__(self, decoder: PooledDecoder, model: Model) -> None:
+    def __init__(self, decoder: PooledDecoder, model: Model, fast: FastSteps | None = None) -> None:
         self._decoder = decoder
+        self._fast = fast
         self._depth = model.depth
         self._graphs = model.graphs
         self.page_bytes = decoder.kv_bytes_per_page
 
     def runner(self, num_pages: int, max_slots: int, max_pages: int) -> ModelRunner:
         """A runner with its own slots and graphs."""
-        self._decoder.allocate_kv(num_pages)
+        self._allocate(num_pages)
+        if self._fast is not None:
+            self._fast.attach()
         return DeviceRunner(self._decoder, max_slots=max_slots, max_pages=max_pages, depth=self._depth)
 
     def capture(self, runner: ModelRunner) -> int:
@@ -132,7 +142,12 @@ class DecoderWeights:
 
     def release(self) -> None:
         """No pages."""
-        self._decoder.allocate_kv(0)
+        self._allocate(0)
+
+    def _allocate(self, num_pages: int) -> None:
+        if self._fast is not None:
+            self._fast.detach()
+        self._decoder.allocate_kv(num_pages)
 
 
 @dataclass(frozen=True, slots=True)
