@@ -11,7 +11,10 @@ from models.batch import ModelRunner
 from tests.harness import Cluster
 from tests.worker.resident import FakeResident
 
-MODULES = ("test_cluster", "test_faults", "test_oracle", "test_races", "test_storms")
+QUICK = ("test_cluster", "test_races")
+"""Modules that run on all devices every time."""
+LONG = ("test_faults", "test_oracle", "test_storms")
+"""Modules that run on two devices, and on the others when there is time."""
 
 
 def host(runner: ModelRunner) -> ModelRunner:
@@ -36,9 +39,15 @@ DEVICES = {
 }
 
 
+ALWAYS = ("host", "depth 2, late")
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.module.__name__.rpartition(".")[2] in MODULES and "device" in metafunc.fixturenames:
-        metafunc.parametrize("device", DEVICES, indirect=True)
+    module = metafunc.module.__name__.rpartition(".")[2]
+    if module in (*QUICK, *LONG):
+        seldom = [] if module in QUICK else [name for name in DEVICES if name not in ALWAYS]
+        names = [pytest.param(name, marks=pytest.mark.slow if name in seldom else ()) for name in DEVICES]
+        metafunc.parametrize("device", names, indirect=True)
 
 
 @pytest.fixture(autouse=True)

@@ -193,7 +193,9 @@ class Worker:
             outcome = self._poll()
         while outcome is not None:
             self.outcomes.commit(outcome)
-            outcome = self._poll()
+            if (outcome := self._poll()) is not None:
+                # Tokens of a visitor go to its entry before a hand-off of the next step takes them along.
+                self._pass_on()
 
     async def _drain(self) -> None:
         """Commit what is in flight, so that nobody loses a token to a step that came after it."""
