@@ -87,7 +87,7 @@ class Scheduler:
         self._dequeue(request)
         request.state = State.PENDING
         # A row of a token that nobody knows here yet is not part of the KV that stays.
-        self.rewind(request, min(request.fed, len(request.tokens)))
+        self.rewind(request, len(request.tokens))
         if not request.is_entry:
             self.away[request.rid] = request
             if request.warm:
@@ -116,13 +116,14 @@ class Scheduler:
 
     def truncate(self, request: Request) -> None:
         """Drop KV beyond the request's known tokens."""
-        self.rewind(request, min(request.fed, len(request.tokens)))
+        self.rewind(request, len(request.tokens))
 
     def rewind(self, request: Request, length: int) -> None:
         """Keep the KV of positions below `length` only, and let rows in flight go: the next row is fed from here."""
         request.let_go()
-        if request.fed > length:
-            request.fed = self.kv.truncate(request.slot, length)
+        if request.slot != NO_SLOT:
+            # Also where nothing is cut: a row that was planned and not launched may have left a page behind.
+            request.fed = self.kv.truncate(request.slot, min(request.fed, length))
 
     def plan(self) -> list[Chunk]:
         """The chunks of the next step, empty when there is nothing to do or no room to do it in."""
