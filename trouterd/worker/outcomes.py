@@ -59,7 +59,7 @@ class Outcomes:
                     # A row behind this one, queued already, is dead.
                     self.scheduler.rewind(request, chunk.end)
                 self._decide(request, outcome.tokens[row], outcome.destinations[row])
-        self.stats.step(outcome.rows, len(outcome.alive), outcome.seconds)
+        self.stats.step(outcome.rows, sum(outcome.alive), outcome.seconds)
 
     def fail(self, chunks: Sequence[Chunk]) -> None:
         """A step with these chunks failed, or will never be heard of: it ends its requests, not the worker."""

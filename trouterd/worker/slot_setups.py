@@ -66,7 +66,8 @@ class SlotSetups:
             min_tokens=sampling.min_tokens,
             stop_ids=tuple(sorted(request.ending_ids)),
             temperature=sampling.temperature,
-            top_k=sampling.top_k,
+            # Off where it cuts nothing: users may ask for more than 31 bits hold.
+            top_k=sampling.top_k if sampling.top_k < self._runner.vocab_size else 0,
             top_p=sampling.top_p,
             min_p=sampling.min_p,
             seed=sampling.seed,
