@@ -58,7 +58,7 @@ def test_largest(rows: int, width: int) -> None:
 def test_head_is_as_close_to_float32_as_torch(tmp_path: Path, hidden: int) -> None:
     sizes = Sizes(hidden, width=1024, blocks=6)
     embedding = torch.randn((V, hidden), device="cuda").bfloat16()
-    path = router_file(tmp_path / "router.pt", sizes, threshold=0.5)
+    path = router_file(tmp_path / "router.pt", sizes, threshold=0.35)
     half, full = (entry(path, sizes, embedding, dtype) for dtype in ("bfloat16", "float32"))
     head = half._router.head
     assert head is not None
@@ -68,7 +68,7 @@ def test_head_is_as_close_to_float32_as_torch(tmp_path: Path, hidden: int) -> No
         ours = half.probabilities(given)
         for _ in range(5):
             assert torch.equal(half.probabilities(given), ours)
-        assert half.route(given).tolist() == (ours >= 0.5).long().tolist()
+        assert half.route(given).tolist() == (ours >= 0.35).long().tolist()
         half._router.head = None
         theirs, exact = half.probabilities(given), full.probabilities(given)
         half._router.head = head
@@ -80,7 +80,7 @@ def test_a_captured_head_equals_the_eager_one(tmp_path: Path) -> None:
     """Replays back to back: each kernel may start while the one ahead of it ends."""
     sizes = Sizes(1024, width=1024, blocks=6)
     embedding = torch.randn((V, 1024), device="cuda").bfloat16()
-    side = entry(router_file(tmp_path / "router.pt", sizes, threshold=0.5), sizes, embedding, "bfloat16")
+    side = entry(router_file(tmp_path / "router.pt", sizes, threshold=0.35), sizes, embedding, "bfloat16")
     given = step(8, 1024)
     expected = side.probabilities(given)
     torch.cuda.synchronize()
