@@ -133,7 +133,9 @@ struct Forward {
       if (kind == HEAD) break;
       grid.sync();
       if (kind != QKV) continue;
+#ifndef MEGA_WITHOUT_ATTENTION
       Attention<MEGA_HEAD_DIM>(p, shared.schedule, layer).run(merge);
+#endif
       grid.sync();
     }
     if (p.logit_count > 0) hidden_rows(logit_rows());
@@ -148,7 +150,9 @@ DEVICE void forward(const Params& p, unsigned char* memory) {
   sync_all();
   if (thread() >= CONSUMERS) {
     give_registers();
+#ifndef MEGA_WITHOUT_STREAM
     if (thread() == CONSUMERS) Producer{ring}.run(p);
+#endif
   } else {
     take_registers();
     wait_for_predecessor();
