@@ -35,6 +35,7 @@ struct Shared {
   Schedule schedule;
   u32 last;
 };
+static_assert(sizeof(Shared) <= 227 * 1024, "shared memory of a block on Hopper");
 static_assert(sizeof(float2) * WARPS * 16 * 32 <= 2 * SUM_BYTES, "the merge of attention fits where products are reduced");
 
 template <int ROWS>

@@ -7,7 +7,7 @@
 #pragma once
 
 #ifndef MEGA_STAGES
-#define MEGA_STAGES 24
+#define MEGA_STAGES 23
 #endif
 #ifndef MEGA_STAGE_BYTES
 #define MEGA_STAGE_BYTES 8192
