@@ -162,7 +162,7 @@ DEVICE void forward(const Params& p, unsigned char* memory) {
 }
 
 #ifndef MEGA_EMULATED
-__global__ void __launch_bounds__(THREADS, 1) forward_kernel(const __grid_constant__ Params p) {
+static __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char memory[];
   forward<MEGA_ROWS>(p, memory);
 }
