@@ -185,12 +185,14 @@ class GpuLauncher:
         ModelError: it cannot be compiled or loaded.
     """
 
-    def __init__(self, weights: PackedWeights, flags: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, weights: PackedWeights, flags: tuple[str, ...] = (), row_counts: tuple[int, ...] = ROW_COUNTS
+    ) -> None:
         self._device = weights.device
         shape = (*variant_flags(weights), *flags)
-        units = [(f"-DMEGA_ROWS={rows}", *shape) for rows in ROW_COUNTS]
+        units = [(f"-DMEGA_ROWS={rows}", *shape) for rows in row_counts]
         self._library = load_library(_SOURCES, units, "megakernel.cu")
-        self._functions = {rows: self._function(f"mega_launch_{rows}") for rows in ROW_COUNTS}
+        self._functions = {rows: self._function(f"mega_launch_{rows}") for rows in row_counts}
 
     def launch(self, params: Params, rows: int, grid: int) -> None:
         """See `Launcher`."""

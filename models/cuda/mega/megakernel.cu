@@ -35,6 +35,7 @@ struct Shared {
   Schedule schedule;
   u32 last;
 };
+static_assert(sizeof(Shared) <= 227 * 1024, "shared memory of a block on Hopper");
 static_assert(sizeof(float2) * WARPS * 16 * 32 <= 2 * SUM_BYTES, "the merge of attention fits where products are reduced");
 
 template <int ROWS>
@@ -133,7 +134,9 @@ struct Forward {
       if (kind == HEAD) break;
       grid.sync();
       if (kind != QKV) continue;
+#ifndef MEGA_WITHOUT_ATTENTION
       Attention<MEGA_HEAD_DIM>(p, shared.schedule, layer).run(merge);
+#endif
       grid.sync();
     }
     if (p.logit_count > 0) hidden_rows(logit_rows());
@@ -148,7 +151,9 @@ DEVICE void forward(const Params& p, unsigned char* memory) {
   sync_all();
   if (thread() >= CONSUMERS) {
     give_registers();
+#ifndef MEGA_WITHOUT_STREAM
     if (thread() == CONSUMERS) Producer{ring}.run(p);
+#endif
   } else {
     take_registers();
     wait_for_predecessor();
@@ -157,7 +162,7 @@ DEVICE void forward(const Params& p, unsigned char* memory) {
 }
 
 #ifndef MEGA_EMULATED
-__global__ void __launch_bounds__(THREADS, 1) forward_kernel(const __grid_constant__ Params p) {
+static __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char memory[];
   forward<MEGA_ROWS>(p, memory);
 }

@@ -32,8 +32,9 @@ struct Source {
   int limit;         // of an index
   int count;         // rows
 
+  // Rows past the last one repeat it.
   DEVICE const bf16* row(int r) const {
-    if (r >= count) return nullptr;
+    r = smaller(r, count - 1);
     const int at = index == nullptr ? r : smaller(larger(load_fixed_int(index + r), 0), limit - 1);
     return base + (long long)at * stride;
   }
@@ -47,8 +48,6 @@ struct Sink {
   bf16* to;
   float* logits;       // HEAD
   int stride, columns;
-
-  DEVICE bool adds() const { return kind == OUT || kind == DOWN; }
 
   // Outputs 8 unit + 2 c and the one after it.
   DEVICE void put(int row, int unit, int c, float first, float second, u32 previous) const {
@@ -67,7 +66,7 @@ struct Sink {
       const float silu = rounded(divide(gate, 1.0f + exp2_fast(gate * -1.4426950408889634f)));
       to[(long long)row * stride + unit * 4 + c] = static_cast<bf16>(pack(silu * up, 0.0f));
     } else {
-      if (adds()) {
+      if (kind == OUT || kind == DOWN) {
         first = low(previous) + rounded(first);
         second = high(previous) + rounded(second);
       }
@@ -94,30 +93,21 @@ struct Product {
   float inverse_width;  // 1 / K
 };
 
-// Where a warp is in a tile: blocks block ... of a chunk that ends at `end`.
-struct Place {
-  int chunk, block, end;
-};
-
 template <int ROWS, int UNITS, bool NORM>
 struct Tile {
   using P = Plan<ROWS>;
-  // Blocks whose activations are in flight together, twice; few sums leave registers for many.
-  static constexpr int WISH = UNITS <= 2 ? 8 : UNITS <= 4 ? 4 : UNITS <= 8 ? 2 : 1;
-  static constexpr int ROOM = P::OWN == 1 ? 8 : P::OWN == 2 ? 4 : 2;
-  static constexpr int DEPTH = WISH < ROOM ? WISH : ROOM;
   // Independent chains of sums, where there are too few units to hide a multiplication's latency.
   static constexpr int CHAINS = UNITS <= 4 && P::OWN <= 2 ? 2 : 1;
 
-  struct Fetch {
-    uint4 x[DEPTH][P::OWN];
-    uint4 weight[NORM ? DEPTH : 1];
-  };
+  // Blocks whose activations are in flight together: what registers leave room for, and not more than a chunk has.
+  static constexpr int SUMS = CHAINS * UNITS * P::TALL * 4, ROOM = SUMS <= 64 ? 64 : SUMS <= 96 ? 40 : 24;
+  static constexpr int WISH = ROOM / (4 * P::OWN + (NORM ? 4 : 0)), MOST = STAGE_BYTES / (BLOCK_BYTES * UNITS);
+  static constexpr int DEPTH = WISH < 1 ? 1 : WISH < MOST ? WISH : MOST;
 
   const Product& product;
   Ring& ring;
   u32 first_chunk;
-  int blocks, step, chunks, deep;
+  int blocks, step, deep;
   const bf16* rows[P::OWN];
   float sums[CHAINS][UNITS][P::TALL][4];
   float squares[P::OWN];
@@ -125,13 +115,11 @@ struct Tile {
   DEVICE Tile(const Product& product, Ring& ring, u32 first_chunk, int blocks)
       : product(product), ring(ring), first_chunk(first_chunk), blocks(blocks) {
     step = chunk_blocks(UNITS, blocks);
-    chunks = ceil_div(blocks, step);
     deep = warp() / P::HALVES;
     const int group = warp() % P::HALVES * P::OWN;
 #pragma unroll
     for (int own = 0; own < P::OWN; ++own) {
-      rows[own] = product.source.row((group + own) * 8 + lane() / 4);
-      if (rows[own] != nullptr) rows[own] += lane() % 4 * 8;
+      rows[own] = product.source.row((group + own) * 8 + lane() / 4) + lane() % 4 * 8;
       squares[own] = 0.0f;
     }
 #pragma unroll
@@ -142,27 +130,6 @@ struct Tile {
         for (int tall = 0; tall < P::TALL; ++tall)
 #pragma unroll
           for (int i = 0; i < 4; ++i) sums[chain][unit][tall][i] = 0.0f;
-  }
-
-  DEVICE Place place(int chunk) const { return {chunk, chunk * step, smaller(chunk * step + step, blocks)}; }
-  DEVICE bool over(const Place& at) const { return at.chunk >= chunks; }
-  DEVICE Place next(Place at) const {
-    at.block += DEPTH;
-    return at.block < at.end ? at : place(at.chunk + P::DEEP);
-  }
-
-  DEVICE void fetch(Fetch& into, const Place& at) const {
-    if (over(at)) return;
-#pragma unroll
-    for (int i = 0; i < DEPTH; ++i) {
-      if (at.block + i >= at.end) continue;
-#pragma unroll
-      for (int own = 0; own < P::OWN; ++own) {
-        into.x[i][own] = make_uint4(0, 0, 0, 0);
-        if (rows[own] != nullptr) into.x[i][own] = load_l2(rows[own] + (at.block + i) * 32);
-      }
-      if (NORM) into.weight[i] = load_fixed(product.norm + (at.block + i) * 32 + lane() % 4 * 8);
-    }
   }
 
   DEVICE void normalise(uint4& x, const uint4& weight, float& square) const {
@@ -176,17 +143,23 @@ struct Tile {
     }
   }
 
-  DEVICE void consume(Fetch& from, const Place& at) {
-    const int begin = at.chunk * step;
-    if (at.block == begin) ring.wait(first_chunk + at.chunk);
-    const u32 stage = (first_chunk + at.chunk) % STAGES;
-    const unsigned char* data = ring.data + stage * STAGE_BYTES + (at.block - begin) * UNITS * BLOCK_BYTES + lane() * 16;
+  // Blocks `begin` ... `end` of a chunk, at most DEPTH; `data` is this lane's part of the first one.
+  DEVICE void add_blocks(int begin, int end, u32 chunk, const unsigned char* data, bool landed) {
+    uint4 x[DEPTH][P::OWN], weight[DEPTH];
 #pragma unroll
     for (int i = 0; i < DEPTH; ++i) {
-      if (at.block + i >= at.end) continue;
+      if (begin + i >= end) continue;
+#pragma unroll
+      for (int own = 0; own < P::OWN; ++own) x[i][own] = load_l2(rows[own] + (begin + i) * 32);
+      if (NORM) weight[i] = load_fixed(product.norm + (begin + i) * 32 + lane() % 4 * 8);
+    }
+    if (!landed) ring.wait(chunk);
+#pragma unroll
+    for (int i = 0; i < DEPTH; ++i) {
+      if (begin + i >= end) continue;
       if (NORM) {
 #pragma unroll
-        for (int own = 0; own < P::OWN; ++own) normalise(from.x[i][own], from.weight[i], squares[own]);
+        for (int own = 0; own < P::OWN; ++own) normalise(x[i][own], weight[i], squares[own]);
       }
 #pragma unroll
       for (int unit = 0; unit < UNITS; ++unit) {
@@ -194,32 +167,26 @@ struct Tile {
 #pragma unroll
         for (int tall = 0; tall < P::TALL; ++tall) {
           if constexpr (P::FOLDED) {
-            const uint4& x = from.x[i][0];
-            mma(sums[i % CHAINS][unit][tall], x.x, x.y, x.z, x.w, tall ? w.z : w.x, tall ? w.w : w.y);
+            const uint4& both = x[i][0];
+            mma(sums[i % CHAINS][unit][tall], both.x, both.y, both.z, both.w, tall ? w.z : w.x, tall ? w.w : w.y);
           } else {
-            const uint4 &upper = from.x[i][2 * tall], &lower = from.x[i][2 * tall + 1];
+            const uint4 &upper = x[i][2 * tall], &lower = x[i][2 * tall + 1];
             mma(sums[2 * i % CHAINS][unit][tall], upper.x, lower.x, upper.z, lower.z, w.x, w.y);
             mma(sums[(2 * i + 1) % CHAINS][unit][tall], upper.y, lower.y, upper.w, lower.w, w.z, w.w);
           }
         }
       }
     }
-    if (at.block + DEPTH >= at.end) ring.release(first_chunk + at.chunk);
   }
 
   DEVICE void multiply_all() {
-    Fetch even, odd;
-    Place now = place(deep), then = next(now);
-    fetch(even, now);
-    fetch(odd, then);
-    while (!over(now)) {
-      consume(even, now);
-      now = next(then);
-      fetch(even, now);
-      if (over(then)) break;
-      consume(odd, then);
-      then = next(now);
-      fetch(odd, then);
+    for (int index = deep; index * step < blocks; index += P::DEEP) {
+      const int begin = index * step, end = smaller(begin + step, blocks);
+      const u32 chunk = first_chunk + index;
+      const unsigned char* data = ring.stage(chunk) + lane() * 16;
+      for (int block = begin; block < end; block += DEPTH)
+        add_blocks(block, end, chunk, data + (block - begin) * UNITS * BLOCK_BYTES, block > begin);
+      ring.release(chunk);
     }
 #pragma unroll
     for (int chain = 1; chain < CHAINS; ++chain)
@@ -265,9 +232,10 @@ struct Tile {
   // Every warp finishes one unit of a batch for 8 rows.
   DEVICE void run(int first_unit, Reduction& reduction) {
     const int row = warp() % P::GROUPS * 8 + lane() / 4, mine = warp() / P::GROUPS, c = lane() % 4;
-    const bf16* old = product.sink.adds() ? product.sink.old.row(row) : nullptr;
+    // Only products without a norm before them add to the residual stream.
+    const bf16* old = NORM ? nullptr : product.sink.old.row(row);
     u32 previous = 0;
-    if (old != nullptr && mine < UNITS) previous = load_l2_word(old + (first_unit + mine) * 8 + 2 * c);
+    if (!NORM && mine < UNITS) previous = load_l2_word(old + (first_unit + mine) * 8 + 2 * c);
     multiply_all();
     float scale = 1.0f;
     if (NORM) lay_out_squares(reduction.squares_now());
@@ -291,7 +259,7 @@ struct Tile {
           first += sum.x;
           second += sum.y;
         }
-        if (batch > 0 && old != nullptr) previous = load_l2_word(old + (first_unit + unit) * 8 + 2 * c);
+        if (!NORM && batch > 0) previous = load_l2_word(old + (first_unit + unit) * 8 + 2 * c);
         product.sink.put(row, first_unit + unit, c, first * scale, second * scale, previous);
       }
       ++reduction.turn;

@@ -7,7 +7,15 @@
 constexpr int MAX_ROWS = 64;
 constexpr int KEY_TILE = 16;       // keys that a warp takes at once
 constexpr int QUERY_BLOCK = 128;   // query rows of a task: 16 per warp at most
-constexpr int CHOICES = 16;        // lengths of a part that are considered: 128 keys << choice
+constexpr int CHOICES = 16;        // lengths of a part that are considered: PART_KEYS << choice
+
+// What a task costs besides its keys, and the merging of parts, in keys.
+#ifndef MEGA_PART_KEYS
+#define MEGA_PART_KEYS 128
+#define MEGA_TASK_COST 256
+#define MEGA_MERGE_COST 512
+#endif
+constexpr int PART_KEYS = MEGA_PART_KEYS;
 
 struct Schedule {
   int runs, tasks;
@@ -32,7 +40,7 @@ DEVICE int part_cost(const Params& p, const Schedule& s, int keys, int& tasks) {
     longest = larger(longest, s.start[run]);
   }
   tasks *= p.kv_heads;
-  return ceil_div(tasks, ctas()) * (smaller(keys, longest) + 256) + (longest > keys ? 512 : 0);
+  return ceil_div(tasks, ctas()) * (smaller(keys, longest) + MEGA_TASK_COST) + (longest > keys ? MEGA_MERGE_COST : 0);
 }
 
 // By one warp.
@@ -55,7 +63,7 @@ DEVICE void make_schedule(const Params& p, Schedule& s) {
   sync_warp();
   // The cheapest choice; the last one does not split.
   const int choice = lane() < CHOICES ? lane() : CHOICES - 1;
-  const int keys = choice < CHOICES - 1 ? 128 << choice : 0x7fffffff;
+  const int keys = choice < CHOICES - 1 ? PART_KEYS << choice : 0x7fffffff;
   int tasks;
   int cost = part_cost(p, s, keys, tasks);
   if (choice < CHOICES - 1 && tasks > p.split_tasks) cost = 0x3fffffff;
@@ -71,7 +79,7 @@ DEVICE void make_schedule(const Params& p, Schedule& s) {
     int base = 0;
     for (int run = 0; run < runs; ++run) {
       const int all = ceil_div(s.start[run], KEY_TILE);
-      const int wanted = best < CHOICES - 1 ? larger(ceil_div(s.start[run], 128 << best), 1) : 1;
+      const int wanted = best < CHOICES - 1 ? larger(ceil_div(s.start[run], PART_KEYS << best), 1) : 1;
       s.tiles[run] = larger(ceil_div(all, wanted), 1);
       s.parts[run] = larger(ceil_div(all, s.tiles[run]), 1);
       s.base[run] = base;

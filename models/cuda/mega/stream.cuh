@@ -7,7 +7,7 @@
 #pragma once
 
 #ifndef MEGA_STAGES
-#define MEGA_STAGES 24
+#define MEGA_STAGES 23
 #endif
 #ifndef MEGA_STAGE_BYTES
 #define MEGA_STAGE_BYTES 8192
@@ -36,12 +36,14 @@ struct Ring {
     }
     barrier_init_done();
   }
-  DEVICE const unsigned char* wait(u32 chunk) {
+  DEVICE unsigned char* stage(u32 chunk) const { return data + chunk % STAGES * STAGE_BYTES; }
+  DEVICE void wait(u32 chunk) const {
+#ifndef MEGA_WITHOUT_STREAM
     barrier_wait<true>(full + chunk % STAGES, chunk / STAGES & 1);
-    return data + chunk % STAGES * STAGE_BYTES;
+#endif
   }
   // By every lane of a reading warp.
-  DEVICE void release(u32 chunk) {
+  DEVICE void release(u32 chunk) const {
     sync_warp();
     if (lane() == 0) barrier_arrive(empty + chunk % STAGES);
   }
@@ -83,7 +85,7 @@ struct Producer {
         const u32 stage = chunk % STAGES;
         barrier_wait<false>(ring.empty + stage, (chunk / STAGES & 1) ^ 1);  // the first round finds every stage empty
         barrier_expect(ring.full + stage, bytes);
-        bulk_load(ring.data + stage * STAGE_BYTES, from, bytes, ring.full + stage, policy);
+        bulk_load(ring.stage(chunk), from, bytes, ring.full + stage, policy);
         from += bytes;
       }
     }
