@@ -9,7 +9,7 @@ import torch
 
 from models.attention import PagedAttention
 from models.batch import Batch, IntArray, StepOutput
-from models.config import ModelConfig, ModelError
+from models.config import ModelConfig
 from models.decoder import Decoder
 from models.weights import resolve_dtype
 
@@ -63,12 +63,7 @@ class TorchRunner:
         """
         directory = Path(path)
         config = ModelConfig.load(directory)
-        context = config.context_length if context_length is None else context_length
-        if context > config.context_length:
-            raise ModelError(f"{directory}: context_length {context} is over the model's {config.context_length}")
-        ids = config.vocab_size if vocab_size is None else vocab_size
-        if ids > config.vocab_size:
-            raise ModelError(f"{directory}: the tokenizer has {ids} ids, the model only {config.vocab_size} embeddings")
+        ids, context = config.served(directory, vocab_size, context_length)
         kind, place = resolve_dtype(dtype, config), torch.device(device)
         with torch.no_grad():
             decoder = Decoder(directory, config, dtype=kind, device=place, context_length=context, vocab_size=ids)

@@ -76,15 +76,19 @@ class Checkpoint:
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """One tensor, converted and moved."""
+        # A copy, aligned and independent of the mapped file, which may be replaced while the model runs.
+        return self.part(name, (slice(None),)).to(device=device, dtype=dtype, copy=True)
+
+    def part(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        """A part of one tensor as the file holds it, on the host; it may lie in the mapped file, so copy it at once."""
         path = self._files[name]
         with _named(path):
             if path not in self._handles:
                 self._handles[path] = safe_open(path, framework="pt")
-            tensor: torch.Tensor = self._handles[path].get_tensor(name)
+            tensor: torch.Tensor = self._handles[path].get_slice(name)[index]
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             raise ModelError(f"{path}: {name}: dtype {tensor.dtype} is not supported; use float32, float16 or bfloat16")
-        # A copy, aligned and independent of the mapped file, which may be replaced while the model runs.
-        return tensor.to(device=device, dtype=dtype, copy=True)
+        return tensor
 
     def _check(self, config: ModelConfig) -> None:
         index = self._directory / (_SINGLE if (self._directory / _SINGLE).exists() else _INDEX)

@@ -1,0 +1,340 @@
+"""The dense decoder of the Llama, Qwen2 and Qwen3 families on a CUDA device: cuBLAS products, Triton kernels between them.
+
+Every kernel reads rows, lengths and pages on the device, so that a step of T rows can be captured in a CUDA graph, whatever
+mix of decode, extend and prefill the rows are. Activations are rounded where `models.decoder` rounds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from models.batch import StepOutput
+from models.config import ModelConfig, ModelError
+from models.cuda.decoder_weights import DecoderWeights, LayerWeights, MatrixKind, TensorSource, load_weights
+from models.cuda.dummy import DummyWeights
+from models.cuda.ragged_prefill import RaggedPrefill, flashinfer_present
+from models.cuda.shard import Shard
+from models.cuda.support import check_device, check_model
+from models.cuda.tiles import choose_tiles
+from models.rope import rotary_table
+from models.rows import Rows, Runs
+from models.weights import Checkpoint, resolve_dtype
+
+if TYPE_CHECKING:
+    from models.cuda.kernels.rotate_store import HeadShape
+
+LOAD_FORMATS = ("safetensors", "dummy")
+RAGGED_ROWS = 64
+"""From this many rows of one run on, the ragged prefill kernel pays its plan."""
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""(layer, qkv, out): attention of all rows."""
+
+
+class FastPath(Protocol):
+    """Another way through the whole model, for small steps."""
+
+    def takes(self, rows: Rows) -> bool:
+        """Whether it can run this step; depends on the shapes alone."""
+        ...
+
+    def forward(self, rows: Rows) -> StepOutput:
+        """As `CudaDecoder.forward`."""
+        ...
+
+
+@dataclass(slots=True)
+class _Buffers:
+    """Activations of one step; every layer uses the same ones."""
+
+    x: torch.Tensor
+    """[T, H] the residual stream."""
+    delta: torch.Tensor
+    """[T, H] what the last product adds to it."""
+    normed: torch.Tensor
+    qkv: torch.Tensor
+    attended: torch.Tensor
+    """[T, heads * head_dim]; inactive rows stay 0, so that whatever comes of them is finite."""
+    gate_up: torch.Tensor
+    act: torch.Tensor
+
+
+class CudaDecoder:
+    """A `RowDecoder`; make it with `load`, then give it pages with `allocate_kv`.
+
+    Weights, K and V are allocated one after the other, so that a caller can measure what is left between them.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        shard: Shard,
+        *,
+        dtype: torch.dtype,
+        page_size: int,
+        vocab_size: int,
+        context_length: int,
+    ) -> None:
+        from models.cuda.kernels.rotate_store import HeadShape
+
+        self.config = config
+        self.weights = weights
+        self.shard = shard
+        self.device = weights.embedding.device
+        self.dtype = dtype
+        self.vocab_size = vocab_size
+        self.context_length = context_length
+        self.page_size = page_size
+        self.num_pages = 0
+        self.shape: HeadShape = HeadShape(
+            heads=config.num_heads // shard.world,
+            kv_heads=config.num_kv_heads // shard.world,
+            head_dim=config.head_dim,
+            page_size=page_size,
+            eps=config.rms_norm_eps,
+        )
+        self.k_cache = weights.embedding.new_zeros(0)
+        self.v_cache = weights.embedding.new_zeros(0)
+        """Both [layers, num_pages + 1, kv_heads, page_size, head_dim]; the last page belongs to nobody."""
+        self.rotations = _half_rotations(config, context_length, self.device)
+        """[context_length, 2, head_dim / 2] float32 cos and sin."""
+        self.fast_path: FastPath | None = None
+        self.unpack: Callable[[int, MatrixKind], torch.Tensor] | None = None
+        """Gives a matrix that `weights` lacks, valid until its next call."""
+        self._ragged: RaggedPrefill | None = None
+        self._processors = _processors(self.device)
+
+    @classmethod
+    def load(
+        cls,
+        path: Path | str,
+        *,
+        device: str | torch.device = "cuda",
+        dtype: str = "auto",
+        load_format: str = "safetensors",
+        page_size: int = 16,
+        vocab_size: int | None = None,
+        context_length: int | None = None,
+        shard: Shard | None = None,
+    ) -> CudaDecoder:
+        """Read a Hugging Face directory.
+
+        Args:
+            path: directory with config.json and, unless the weights are dummies, safetensors files.
+            device: the CUDA device.
+            dtype: "float32", "bfloat16" or "auto". float32 is exact: no TF32.
+            load_format: "safetensors", or "dummy" for random weights.
+            page_size: tokens per page of K and V.
+            vocab_size: the tokenizer's number of ids; None keeps every row of the LM head.
+            context_length: longest sequence served; None takes the model's own, a larger one is refused.
+            shard: which part of the model this device holds; None is all of it.
+
+        Raises:
+            ModelError: naming the file, field or device and what is wrong with it, before weights are read where possible.
+        """
+        directory, place, part = Path(path), torch.device(device), shard or Shard()
+        config = ModelConfig.load(directory)
+        source = str(directory / "config.json")
+        ids, context = config.served(directory, vocab_size, context_length)
+        kind = resolve_dtype(dtype, config)
+        check_model(config, source, page_size)
+        part.check(config, source)
+        check_device(place)
+        if kind == torch.float32:
+            torch.set_float32_matmul_precision("highest")
+        with torch.no_grad():
+            tensors = _open(directory, config, load_format, kind, place)
+            weights = load_weights(tensors, config, part, dtype=kind, device=place, vocab_size=ids)
+            return cls(config, weights, part, dtype=kind, page_size=page_size, vocab_size=ids, context_length=context)
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return self.config.hidden_size
+
+    @property
+    def kv_bytes_per_page(self) -> int:
+        """Bytes that one page takes on this device, over all layers."""
+        shape = self.shape
+        elements = self.config.num_layers * shape.kv_heads * shape.page_size * shape.head_dim
+        return 2 * elements * self.dtype.itemsize
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights on this device."""
+        return self.weights.bytes()
+
+    def allocate_kv(self, num_pages: int) -> None:
+        """Make room for `num_pages` pages and one that belongs to nobody; what was there before is gone."""
+        shape = self.shape
+        self.k_cache = self.v_cache = self.weights.embedding.new_zeros(0)
+        size = (self.config.num_layers, num_pages + 1, shape.kv_heads, shape.page_size, shape.head_dim)
+        # Zeros: a key past a row's length is masked, but 0 times NaN is not 0.
+        self.k_cache = torch.zeros(size, dtype=self.dtype, device=self.device)
+        self.v_cache = torch.zeros(size, dtype=self.dtype, device=self.device)
+        self.num_pages = num_pages
+
+    def forward(self, rows: Rows, runs: Runs | None = None) -> StepOutput:
+        """Feed the rows, write K and V of the active ones, give logits and hidden states of `logit_rows`.
+
+        `logits` [R, V] may be a view of wider rows. See `RowDecoder.forward`.
+        """
+        with torch.no_grad():
+            if self.fast_path is not None and self.fast_path.takes(rows):
+                return self.fast_path.forward(rows)
+            return self._forward(rows, self._attention(rows, runs))
+
+    def matrix(self, layer: int, kind: MatrixKind) -> torch.Tensor:
+        """[outputs, inputs] one of a layer's matrices, valid until the next call."""
+        held = self.weights.layers[layer].matrices.get(kind)
+        if held is not None:
+            return held
+        if self.unpack is None:
+            raise ModelError(f"layer {layer}: the {kind} matrix was given up and nothing unpacks it")
+        return self.unpack(layer, kind)
+
+    def _forward(self, rows: Rows, attend: Attend) -> StepOutput:
+        from models.cuda.kernels.rms_norm import rms_norm
+        from models.cuda.kernels.rotate_store import rotate_store
+        from models.cuda.kernels.silu_mul import silu_mul
+
+        weights, eps, own = self.weights, self.config.rms_norm_eps, self._buffers(len(rows))
+        rms_norm(weights.embedding, weights.layers[0].input_norm, eps, own.normed, index=rows.tokens, keep=own.x)
+        for index, layer in enumerate(weights.layers):
+            if index:
+                rms_norm(own.x, layer.input_norm, eps, own.normed, delta=own.delta, keep=own.x)
+            self._linear(own.normed, index, layer, "qkv", own.qkv)
+            rotate_store(
+                own.qkv,
+                layer.qk_norm,
+                self.rotations,
+                rows.positions,
+                rows.slots,
+                rows.page_table,
+                self.k_cache[index],
+                self.v_cache[index],
+                self.shape,
+            )
+            attend(index, own.qkv, own.attended)
+            self._linear(own.attended, index, layer, "o", own.delta)
+            self.shard.all_reduce(own.delta)
+            rms_norm(own.x, layer.mlp_norm, eps, own.normed, delta=own.delta, keep=own.x)
+            self._linear(own.normed, index, layer, "gate_up", own.gate_up)
+            silu_mul(own.gate_up, own.act)
+            self._linear(own.act, index, layer, "down", own.delta)
+            self.shard.all_reduce(own.delta)
+        hidden = own.x.new_empty((len(rows.logit_rows), self.config.hidden_size))
+        rms_norm(own.x, weights.norm, eps, hidden, delta=own.delta, index=rows.logit_rows)
+        return StepOutput(logits=self._logits(hidden), hidden=hidden)
+
+    def _linear(self, x: torch.Tensor, index: int, layer: LayerWeights, kind: MatrixKind, out: torch.Tensor) -> None:
+        weight, bias = self.matrix(index, kind).t(), layer.biases.get(kind)
+        if bias is None:
+            torch.mm(x, weight, out=out)
+        else:
+            torch.addmm(bias, x, weight, out=out)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        head = self.weights.head.t()
+        wide = (
+            torch.mm(hidden, head) if self.dtype == torch.float32 else torch.mm(hidden, head, out_dtype=torch.float32)
+        )
+        return self.shard.all_gather(wide)[:, : self.vocab_size]
+
+    def _attention(self, rows: Rows, runs: Runs | None) -> Attend:
+        """Plan a step's attention."""
+        if runs is not None and len(runs.counts) and runs.counts.max() >= RAGGED_ROWS and self._has_ragged():
+            return self._ragged_attention(rows, runs)
+        return self._tiled_attention(rows, runs)
+
+    def _has_ragged(self) -> bool:
+        return self.dtype != torch.float32 and self.device.type == "cuda" and flashinfer_present()
+
+    def _ragged_attention(self, rows: Rows, runs: Runs) -> Attend:
+        if self._ragged is None:
+            self._ragged = RaggedPrefill(self.shape, self.dtype, self.device)
+        ragged = self._ragged
+        ragged.plan(runs, rows.page_table)
+
+        def attend(layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
+            ragged.attend(qkv, self.k_cache[layer], self.v_cache[layer], out)
+
+        return attend
+
+    def _tiled_attention(self, rows: Rows, runs: Runs | None) -> Attend:
+        from models.cuda.kernels.attention_tasks import list_tasks
+        from models.cuda.kernels.paged_attention import AttentionScratch, paged_attention
+
+        shape, group = self.shape, self.shape.heads // self.shape.kv_heads
+        cut = choose_tiles(
+            len(rows),
+            group=group,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            dtype=self.dtype,
+            processors=self._processors,
+            planned=runs is not None,
+        )
+        tiles = None if runs is None else int((-(-runs.counts // (cut.query_rows // group))).sum())
+        tasks = list_tasks(rows.positions, rows.leaders, group, cut, tiles)
+        scratch = AttentionScratch.of(tasks, shape, cut)
+
+        def attend(layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
+            paged_attention(
+                qkv,
+                self.k_cache[layer],
+                self.v_cache[layer],
+                out,
+                tasks,
+                scratch,
+                rows.positions,
+                rows.leaders,
+                rows.slots,
+                rows.page_table,
+                shape,
+                cut,
+            )
+
+        return attend
+
+    def _buffers(self, count: int) -> _Buffers:
+        config, shape, world = self.config, self.shape, self.shard.world
+        hidden, queries = config.hidden_size, shape.heads * shape.head_dim
+        intermediate = config.intermediate_size // world
+
+        def rows(width: int) -> torch.Tensor:
+            return torch.empty((count, width), dtype=self.dtype, device=self.device)
+
+        return _Buffers(
+            x=rows(hidden),
+            delta=rows(hidden),
+            normed=rows(hidden),
+            qkv=rows(queries + 2 * shape.kv_heads * shape.head_dim),
+            attended=rows(queries).zero_(),
+            gate_up=rows(2 * intermediate),
+            act=rows(intermediate),
+        )
+
+
+def _open(
+    directory: Path, config: ModelConfig, load_format: str, dtype: torch.dtype, device: torch.device
+) -> TensorSource:
+    if load_format not in LOAD_FORMATS:
+        raise ModelError(f"load_format {load_format!r} is not known; known are {', '.join(LOAD_FORMATS)}")
+    return DummyWeights(config, dtype, device) if load_format == "dummy" else Checkpoint(directory, config)
+
+
+def _half_rotations(config: ModelConfig, length: int, device: torch.device) -> torch.Tensor:
+    """The second halves of `rotary_table`: cos, and sin with its plain sign."""
+    table = rotary_table(config.rope, config.head_dim, length, torch.float32)
+    return table[:, :, 0, config.head_dim // 2 :].contiguous().to(device)
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
