@@ -39,7 +39,7 @@ class RaggedPrefill:
         self._dtype = dtype
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._plans: list[tuple[Any, torch.cuda.Event]] = [
-            (BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="HND"), torch.cuda.Event())  # type: ignore[no-untyped-call]
+            (BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="HND", backend="fa2"), torch.cuda.Event())  # type: ignore[no-untyped-call]
             for _ in range(_PLANS)
         ]
         self._rows = 0

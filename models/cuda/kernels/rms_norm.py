@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["limit"])
 def _rms_norm(
     source: tl.tensor,
     delta: tl.tensor,
