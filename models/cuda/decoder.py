@@ -86,6 +86,7 @@ class CudaDecoder:
         self.config = config
         self.weights = weights
         self.shard = shard
+        self.embedding = weights.embedding
         self.device = weights.embedding.device
         self.dtype = dtype
         self.vocab_size = vocab_size

@@ -1,0 +1,125 @@
+"""A rank other than the first: runs its part of every step as it is told."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from models.config import ModelError
+from models.parallel.exchange import packed_size, unpack_rows, unpack_runs
+from models.parallel.group import Group
+from models.parallel.leader import device_memory
+from models.parallel.link import (
+    Allocate,
+    Answer,
+    Capture,
+    Done,
+    Join,
+    Layout,
+    Link,
+    Load,
+    Loaded,
+    LookAtMemory,
+    Order,
+    Refused,
+    Replay,
+    Step,
+)
+from models.parallel.part import Loader, Part, allocate, load_part
+from models.rows import Runs
+
+
+class Follower:
+    """Serves one link.
+
+    Args:
+        link: to the first rank.
+        load: loads this rank's part.
+    """
+
+    def __init__(self, link: Link, load: Loader = load_part) -> None:
+        self._link = link
+        self._load = load
+        self._group: Group
+        self._part: Part
+        self._stream: torch.cuda.Stream | None = None
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        """By rows and logit rows."""
+        self._pool: Any = None
+        """Memory that all graphs share."""
+
+    def serve(self) -> None:
+        """Do what the first rank says until it hangs up.
+
+        Raises:
+            LinkError: it says what cannot be understood.
+            RuntimeError: a step failed; the ranks are out of step.
+        """
+        with torch.inference_mode():
+            while (order := self._link.order()) is not None:
+                with self._on_stream():
+                    self._obey(order)
+
+    def _obey(self, order: Order) -> None:
+        match order:
+            case Step():
+                self._forward(order.layout, unpack_runs(order.runs))
+            case Replay():
+                self._graphs[order.rows, order.logit_rows].replay()
+            case Capture():
+                self._capture(order.layout)
+            case _:
+                self._link.send(self._answer(order))
+
+    def _answer(self, order: Load | Join | Allocate | LookAtMemory) -> Answer:
+        try:
+            match order:
+                case Load():
+                    return self._loaded(order)
+                case Join():
+                    self._group.join(order.store_fd)
+                case Allocate():
+                    self._graphs.clear()
+                    allocate(self._part, order.pages)
+                case LookAtMemory():
+                    return device_memory(self._part.device)
+        except ModelError as error:
+            return Refused(message=str(error))
+        return Done()
+
+    def _loaded(self, order: Load) -> Loaded:
+        device = torch.device(order.device)
+        self._group = Group(order.rank, order.world, device)
+        self._part = self._load(order, self._group.shard())
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return Loaded(weight_bytes=self._part.weight_bytes, kv_bytes_per_page=self._part.kv_bytes_per_page)
+
+    def _forward(self, layout: Layout, runs: Runs | None) -> None:
+        packed = torch.empty(packed_size(layout), dtype=torch.int32, device=self._part.device)
+        self._group.broadcast(packed)
+        self._part.forward(unpack_rows(packed, layout), runs)
+
+    def _capture(self, layout: Layout) -> None:
+        key = layout.rows, layout.logit_rows
+        if key in self._graphs:
+            return
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of the process, NCCL's watchdog among them, may look at events meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            self._forward(layout, None)
+        self._graphs[key] = graph
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+        else:
+            with torch.cuda.stream(self._stream):
+                yield
