@@ -80,9 +80,9 @@ class LeadingDecoder:
         self.context_length = part.context_length
         self.page_size = part.page_size
         self.embedding = part.embedding
-        self.weight_bytes = max(part.weight_bytes, *(answer.weight_bytes for answer in loaded))
+        self.weight_bytes = max([part.weight_bytes, *(answer.weight_bytes for answer in loaded)])
         """On the device that holds most."""
-        self.kv_bytes_per_page = max(part.kv_bytes_per_page, *(answer.kv_bytes_per_page for answer in loaded))
+        self.kv_bytes_per_page = max([part.kv_bytes_per_page, *(answer.kv_bytes_per_page for answer in loaded)])
         ranks.tell(Join(store_fd=ranks.store_fd))
         self._group.join(ranks.store_fd)
         ranks.answers()

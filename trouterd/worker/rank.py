@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None, load: Loader = load_part) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logs.setup(options.name, options.log_level, options.log_format)
-    code = _serve(Link(socket.socket(fileno=options.link_fd)), load)
+    code = serve(Link(socket.socket(fileno=options.link_fd)), load)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None, load: Loader = load_part) -> None:
     os._exit(code)
 
 
-def _serve(link: Link, load: Loader) -> int:
+def serve(link: Link, load: Loader) -> int:
+    """Do what the first rank says until it hangs up, or until something fails, which it is told; returns the exit code."""
     try:
         Follower(link, load).serve()
     except Exception as error:  # the main boundary: whatever it was, say it and exit non-zero

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from models.config import ModelError
 from models.device_runner import DeviceRunner
 from models.kv_cache import KvCache
 from models.parallel.link import Memory
@@ -31,3 +32,8 @@ def test_any_schedule_decides_as_one_process_does(lead: Lead, world: int, steps:
     played.run(steps)
     assert played.checked > steps
     assert played.dead
+
+
+def test_pages_that_do_not_fit_are_named(lead: Lead) -> None:
+    with pytest.raises(ModelError, match=r"^cpu: not enough memory for 1001 pages of K and V, 0 MiB$"):
+        lead("hash", 1).allocate_kv(1001)
