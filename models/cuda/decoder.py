@@ -26,11 +26,15 @@ from models.rows import Rows, Runs
 from models.weights import Checkpoint, resolve_dtype
 
 if TYPE_CHECKING:
+    from models.cuda.kernels.attention_tasks import TileShape
     from models.cuda.kernels.rotate_store import HeadShape
 
 LOAD_FORMATS = ("safetensors", "dummy")
 RAGGED_ROWS = 64
 """From this many rows of one run on, the ragged prefill kernel pays its plan."""
+
+LEAST_ROWS = 8
+"""The attention's output product runs over so many rows at least: for one row cuBLAS takes a kernel of half the speed."""
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
 """(layer, qkv, out): attention of all rows."""
@@ -54,12 +58,12 @@ class _Buffers:
 
     x: torch.Tensor
     """[T, H] the residual stream."""
-    delta: torch.Tensor
-    """[T, H] what the last product adds to it."""
     normed: torch.Tensor
     qkv: torch.Tensor
     attended: torch.Tensor
-    """[T, heads * head_dim]; inactive rows stay 0, so that whatever comes of them is finite."""
+    """[max(T, LEAST_ROWS), heads * head_dim]; rows that are no active ones stay 0, so that whatever comes of them is finite."""
+    delta: torch.Tensor
+    """[max(T, LEAST_ROWS), H] what the last product adds to `x`."""
     gate_up: torch.Tensor
     act: torch.Tensor
 
@@ -105,6 +109,8 @@ class CudaDecoder:
         """Both [layers, num_pages + 1, kv_heads, page_size, head_dim]; the last page belongs to nobody."""
         self.rotations = _half_rotations(config, context_length, self.device)
         """[context_length, 2, head_dim / 2] float32 cos and sin."""
+        self.overlap = False
+        """Start a small kernel while the product ahead of it ends; needs compute capability 9.0."""
         self.fast_path: FastPath | None = None
         self.unpack: Callable[[int, MatrixKind], torch.Tensor] | None = None
         """Gives a matrix that `weights` lacks, valid until its next call."""
@@ -171,6 +177,20 @@ class CudaDecoder:
         """Bytes of weights on this device."""
         return self.weights.bytes()
 
+    def workspace_bytes(self, rows: int, logit_rows: int) -> int:
+        """Bytes that `forward` holds at once besides weights, K and V, with T and R as given; without libraries' workspaces."""
+        from models.cuda.kernels.attention_tasks import RECORD, task_capacity
+
+        shape, cut = self.shape, self._tiles(rows)
+        group = shape.heads // shape.kv_heads
+        capacity, cells = task_capacity(rows, rows, cut.query_rows // group, cut)
+        attention = 4 * (capacity * RECORD + cells * shape.kv_heads * (cut.query_rows * (shape.head_dim + 2) + 1))
+        activations = sum(count * width for count, width in self._buffer_sizes(rows).values())
+        hidden = logit_rows * self.config.hidden_size
+        wide = self.shard.world * len(self.weights.head)
+        logits = 4 * logit_rows * (wide if self.shard.world == 1 else wide + len(self.weights.head))
+        return attention + (activations + hidden) * self.dtype.itemsize + logits
+
     def allocate_kv(self, num_pages: int) -> None:
         """Make room for `num_pages` pages and one that belongs to nobody; what was there before is gone."""
         shape = self.shape
@@ -206,10 +226,11 @@ class CudaDecoder:
         from models.cuda.kernels.silu_mul import silu_mul
 
         weights, eps, own = self.weights, self.config.rms_norm_eps, self._buffers(len(rows))
+        delta, overlap = own.delta[: len(rows)], self.overlap
         rms_norm(weights.embedding, weights.layers[0].input_norm, eps, own.normed, index=rows.tokens, keep=own.x)
         for index, layer in enumerate(weights.layers):
             if index:
-                rms_norm(own.x, layer.input_norm, eps, own.normed, delta=own.delta, keep=own.x)
+                rms_norm(own.x, layer.input_norm, eps, own.normed, delta=delta, keep=own.x, overlap=overlap)
             self._linear(own.normed, index, layer, "qkv", own.qkv)
             rotate_store(
                 own.qkv,
@@ -221,17 +242,18 @@ class CudaDecoder:
                 self.k_cache[index],
                 self.v_cache[index],
                 self.shape,
+                overlap=overlap,
             )
             attend(index, own.qkv, own.attended)
             self._linear(own.attended, index, layer, "o", own.delta)
-            self.shard.all_reduce(own.delta)
-            rms_norm(own.x, layer.mlp_norm, eps, own.normed, delta=own.delta, keep=own.x)
+            self.shard.all_reduce(delta)
+            rms_norm(own.x, layer.mlp_norm, eps, own.normed, delta=delta, keep=own.x, overlap=overlap)
             self._linear(own.normed, index, layer, "gate_up", own.gate_up)
-            silu_mul(own.gate_up, own.act)
-            self._linear(own.act, index, layer, "down", own.delta)
-            self.shard.all_reduce(own.delta)
+            silu_mul(own.gate_up, own.act, overlap=overlap)
+            self._linear(own.act, index, layer, "down", delta)
+            self.shard.all_reduce(delta)
         hidden = own.x.new_empty((len(rows.logit_rows), self.config.hidden_size))
-        rms_norm(own.x, weights.norm, eps, hidden, delta=own.delta, index=rows.logit_rows)
+        rms_norm(own.x, weights.norm, eps, hidden, delta=delta, index=rows.logit_rows, overlap=overlap)
         return StepOutput(logits=self._logits(hidden), hidden=hidden)
 
     def _linear(self, x: torch.Tensor, index: int, layer: LayerWeights, kind: MatrixKind, out: torch.Tensor) -> None:
@@ -252,7 +274,7 @@ class CudaDecoder:
         """Plan a step's attention."""
         if runs is not None and len(runs.counts) and runs.counts.max() >= RAGGED_ROWS and self._has_ragged():
             return self._ragged_attention(rows, runs)
-        return self._tiled_attention(rows, runs)
+        return self._tiled_attention(rows)
 
     def _has_ragged(self) -> bool:
         return self.dtype != torch.float32 and self.device.type == "cuda" and flashinfer_present()
@@ -268,22 +290,21 @@ class CudaDecoder:
 
         return attend
 
-    def _tiled_attention(self, rows: Rows, runs: Runs | None) -> Attend:
+    def _tiled_attention(self, rows: Rows) -> Attend:
         from models.cuda.kernels.attention_tasks import list_tasks
         from models.cuda.kernels.paged_attention import AttentionScratch, paged_attention
 
-        shape, group = self.shape, self.shape.heads // self.shape.kv_heads
-        cut = choose_tiles(
-            len(rows),
-            group=group,
+        shape, cut = self.shape, self._tiles(len(rows))
+        tasks = list_tasks(
+            rows.positions,
+            rows.leaders,
+            rows.counts,
+            rows.slots,
+            runs=len(rows.page_table),
+            group=shape.heads // shape.kv_heads,
             kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            dtype=self.dtype,
-            processors=self._processors,
-            planned=runs is not None,
+            shape=cut,
         )
-        tiles = None if runs is None else int((-(-runs.counts // (cut.query_rows // group))).sum())
-        tasks = list_tasks(rows.positions, rows.leaders, group, cut, tiles)
         scratch = AttentionScratch.of(tasks, shape, cut)
 
         def attend(layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
@@ -295,32 +316,45 @@ class CudaDecoder:
                 tasks,
                 scratch,
                 rows.positions,
-                rows.leaders,
-                rows.slots,
                 rows.page_table,
                 shape,
                 cut,
+                overlap=self.overlap,
             )
 
         return attend
 
-    def _buffers(self, count: int) -> _Buffers:
-        config, shape, world = self.config, self.shape, self.shard.world
-        hidden, queries = config.hidden_size, shape.heads * shape.head_dim
-        intermediate = config.intermediate_size // world
-
-        def rows(width: int) -> torch.Tensor:
-            return torch.empty((count, width), dtype=self.dtype, device=self.device)
-
-        return _Buffers(
-            x=rows(hidden),
-            delta=rows(hidden),
-            normed=rows(hidden),
-            qkv=rows(queries + 2 * shape.kv_heads * shape.head_dim),
-            attended=rows(queries).zero_(),
-            gate_up=rows(2 * intermediate),
-            act=rows(intermediate),
+    def _tiles(self, count: int) -> TileShape:
+        shape = self.shape
+        return choose_tiles(
+            count,
+            group=shape.heads // shape.kv_heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            dtype=self.dtype,
+            processors=self._processors,
         )
+
+    def _buffers(self, count: int) -> _Buffers:
+        buffers = {
+            name: torch.empty(size, dtype=self.dtype, device=self.device)
+            for name, size in self._buffer_sizes(count).items()
+        }
+        buffers["attended"].zero_()
+        return _Buffers(**buffers)
+
+    def _buffer_sizes(self, count: int) -> dict[str, tuple[int, int]]:
+        shape, hidden, padded = self.shape, self.config.hidden_size, max(count, LEAST_ROWS)
+        intermediate = self.config.intermediate_size // self.shard.world
+        return {
+            "x": (count, hidden),
+            "normed": (count, hidden),
+            "qkv": (count, (shape.heads + 2 * shape.kv_heads) * shape.head_dim),
+            "attended": (padded, shape.heads * shape.head_dim),
+            "delta": (padded, hidden),
+            "gate_up": (count, 2 * intermediate),
+            "act": (count, intermediate),
+        }
 
 
 def _open(
