@@ -80,7 +80,7 @@ class Follower:
                 case Load():
                     return self._loaded(order)
                 case Join():
-                    self._group.join(order.store_fd)
+                    self._group.join(order.store_fd, self._part.config.hidden_size, self._part.dtype)
                 case Allocate():
                     self._graphs.clear()
                     allocate(self._part, order.pages)

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from models.config import ModelError
-from models.cuda.shard import Shard
+from models.cuda.shard import FusedSums, Shard
+from models.parallel.trial import choose_sums
 
 log = logging.getLogger(__name__)
 
@@ -37,22 +38,28 @@ class Group:
         self.rank = rank
         self.world = world
         self.device = device
+        self._sums: FusedSums | None = None
+        self._fused_rows = 0
 
     def shard(self) -> Shard:
         """This rank's part of a model; its sums can be asked for after `join`."""
-        return Shard(self.rank, self.world, self.all_reduce, self.gather)
+        return Shard(self.rank, self.world, self.all_reduce, self.gather, self.fused)
 
-    def join(self, store_fd: int) -> None:
-        """Meet the other ranks.
+    def join(self, store_fd: int, width: int, dtype: torch.dtype) -> None:
+        """Meet the other ranks; on GPUs also find out how to sum fast, which takes a second.
 
         Args:
             store_fd: an open file, empty at first, that all ranks share.
+            width: H.
+            dtype: of activations.
 
         Raises:
             ModelError: naming the device and what the library says.
         """
         os.environ.update(_LOCAL)
         on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.set_device(self.device)
         try:
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo",
@@ -65,6 +72,8 @@ class Group:
             )
         except dist.DistError as error:
             raise ModelError(f"{self.device}: the ranks cannot meet: {' '.join(str(error).split())}") from error
+        if on_gpu and self.world > 1:
+            self._sums, self._fused_rows = choose_sums(width, dtype, self.device)
 
     def leave(self) -> None:
         """Give up the connections."""
@@ -74,6 +83,10 @@ class Group:
     def all_reduce(self, partial: torch.Tensor) -> None:
         """Replace [T, H] by its sum over all ranks; the same bits everywhere."""
         dist.all_reduce(partial)
+
+    def fused(self, rows: int) -> FusedSums | None:
+        """How steps of so many rows are summed together with the norm after it; None: by `all_reduce`."""
+        return self._sums if rows <= self._fused_rows else None
 
     def broadcast(self, packed: torch.Tensor) -> None:
         """Replace a tensor by the first rank's."""

@@ -84,7 +84,7 @@ class LeadingDecoder:
         """On the device that holds most."""
         self.kv_bytes_per_page = max([part.kv_bytes_per_page, *(answer.kv_bytes_per_page for answer in loaded)])
         ranks.tell(Join(store_fd=ranks.store_fd))
-        self._group.join(ranks.store_fd)
+        self._group.join(ranks.store_fd, part.config.hidden_size, part.dtype)
         ranks.answers()
 
     @property
