@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from models.batch import Batch, IntArray, StepOutput
 from models.eager_steps import EagerSteps
@@ -78,6 +79,7 @@ class DeviceRunner:
         self.depth = depth
         self.vocab_size = decoder.vocab_size
         self.hidden_size = decoder.config.hidden_size
+        self.embedding: torch.Tensor | None = decoder.embedding
         self.context_length = decoder.context_length
         self.page_size = decoder.page_size
         self.num_pages = decoder.num_pages

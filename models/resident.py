@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -114,6 +114,7 @@ class StepRecord:
     """How long the step took on the device (or since the one before it ended, if it was queued behind that)."""
 
 
+@runtime_checkable
 class Resident(ModelRunner, Protocol):
     """A model runner that keeps decode state on its device."""
 
@@ -138,11 +139,14 @@ class Resident(ModelRunner, Protocol):
         ...
 
     def launch(self, rows: StepRows) -> int:
-        """Queue a step behind those in flight, after everything that was set up. Returns its number, rising from 1."""
+        """Queue a step behind those in flight, after everything that was set up. Returns its number, rising from 1.
+
+        When it raises, nothing was queued. The same object is given again while nothing in it changes.
+        """
         ...
 
     def poll(self) -> StepRecord | None:
-        """The record of the oldest step not yet polled, or None while it runs. Never blocks."""
+        """The record of the oldest step not yet polled, or None while it runs. Never blocks. When it raises, the device is lost."""
         ...
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import torch
 
@@ -18,6 +20,7 @@ class TorchRows:
         self.config = runner.config
         self.device = runner.device
         self.dtype = runner.dtype
+        self.embedding = cast("torch.Tensor", runner.embedding)
         self.vocab_size = runner.vocab_size
         self.context_length = runner.context_length
         self.page_size = runner.page_size

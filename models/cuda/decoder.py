@@ -106,6 +106,8 @@ class CudaDecoder:
         """Both [layers, num_pages + 1, kv_heads, page_size, head_dim]; the last page belongs to nobody."""
         self.rotations = _half_rotations(config, context_length, self.device)
         """[context_length, 2, head_dim / 2] float32 cos and sin."""
+        self.ragged_prefill = flashinfer_present()
+        """Long runs may take FlashInfer's kernel; False leaves them to the kernel of all others."""
         self.overlap = False
         """Start a small kernel while the product ahead of it ends; needs compute capability 9.0."""
         self.fast_path: FastPath | None = None
@@ -300,7 +302,7 @@ class CudaDecoder:
         return self._tiled_attention(rows)
 
     def _has_ragged(self) -> bool:
-        return self.dtype != torch.float32 and self.device.type == "cuda" and flashinfer_present()
+        return self.ragged_prefill and self.dtype != torch.float32 and self.device.type == "cuda"
 
     def _ragged_attention(self, rows: Rows, runs: Runs) -> Attend:
         if self._ragged is None:

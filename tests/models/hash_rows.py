@@ -27,6 +27,7 @@ class HashRows:
         self, *, num_pages: int, max_pages: int, vocab: int = VOCAB, device: str = "cpu", levels: int = 64
     ) -> None:
         self.config: Any = SimpleNamespace(hidden_size=HIDDEN)
+        self.embedding = torch.zeros(VOCAB, HIDDEN)
         self.device = torch.device(device)
         self.dtype = torch.float32
         self.vocab_size = vocab
