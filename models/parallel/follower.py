@@ -11,7 +11,6 @@ import torch
 from models.config import ModelError
 from models.parallel.exchange import packed_size, unpack_rows, unpack_runs
 from models.parallel.group import Group
-from models.parallel.leader import device_memory
 from models.parallel.link import (
     Allocate,
     Answer,
@@ -22,13 +21,14 @@ from models.parallel.link import (
     Link,
     Load,
     Loaded,
-    LookAtMemory,
+    Look,
     Order,
     Refused,
     Replay,
     Step,
 )
 from models.parallel.part import Loader, Part, allocate, load_part
+from models.parallel.split_memory import look
 from models.rows import Runs
 
 
@@ -74,7 +74,7 @@ class Follower:
             case _:
                 self._link.send(self._answer(order))
 
-    def _answer(self, order: Load | Join | Allocate | LookAtMemory) -> Answer:
+    def _answer(self, order: Load | Join | Allocate | Look) -> Answer:
         try:
             match order:
                 case Load():
@@ -83,9 +83,10 @@ class Follower:
                     self._group.join(order.store_fd, self._part.config.hidden_size, self._part.dtype)
                 case Allocate():
                     self._graphs.clear()
+                    self._pool = None
                     allocate(self._part, order.pages)
-                case LookAtMemory():
-                    return device_memory(self._part.device)
+                case Look():
+                    return look(self._part.device, order)
         except ModelError as error:
             return Refused(message=str(error))
         return Done()

@@ -14,7 +14,7 @@ import torch
 from models.batch import StepOutput
 from models.parallel.exchange import layout_of, pack_rows, pack_runs
 from models.parallel.group import Group
-from models.parallel.link import Allocate, Capture, Join, Load, Loaded, LookAtMemory, Memory, Replay, Step
+from models.parallel.link import Allocate, Capture, Join, Load, Loaded, Replay, Step
 from models.parallel.part import Loader, allocate, load_part
 from models.parallel.ranks import Ranks
 from models.rows import Rows, Runs
@@ -32,6 +32,8 @@ class SplitModel:
     page_size: int = 16
     vocab_size: int | None = None
     context_length: int | None = None
+    ragged_prefill: bool = True
+    """FlashInfer may run long prompts."""
 
     def order(self, rank: int) -> Load:
         """What to tell a rank."""
@@ -45,6 +47,7 @@ class SplitModel:
             page_size=self.page_size,
             vocab_size=self.vocab_size,
             context_length=self.context_length,
+            ragged_prefill=self.ragged_prefill,
         )
 
 
@@ -79,6 +82,7 @@ class LeadingDecoder:
         self.vocab_size = part.vocab_size
         self.context_length = part.context_length
         self.page_size = part.page_size
+        self.num_pages = 0
         self.embedding = part.embedding
         self.weight_bytes = max([part.weight_bytes, *(answer.weight_bytes for answer in loaded)])
         """On the device that holds most."""
@@ -86,11 +90,6 @@ class LeadingDecoder:
         ranks.tell(Join(store_fd=ranks.store_fd))
         self._group.join(ranks.store_fd, part.config.hidden_size, part.dtype)
         ranks.answers()
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of K and V."""
-        return self._part.num_pages
 
     def allocate_kv(self, num_pages: int) -> None:
         """Make room on every device; captured graphs are gone.
@@ -102,12 +101,7 @@ class LeadingDecoder:
         self._ranks.tell(Allocate(pages=num_pages))
         allocate(self._part, num_pages)
         self._ranks.answers()
-
-    def memory(self) -> list[Memory]:
-        """Of every rank's device, now. Raises RankLostError."""
-        self._ranks.tell(LookAtMemory())
-        own = device_memory(self.device)
-        return [own, *(answer for answer in self._ranks.answers() if isinstance(answer, Memory))]
+        self.num_pages = num_pages
 
     def forward(self, rows: Rows, runs: Runs | None = None) -> StepOutput:
         """As `RowDecoder.forward`. Raises RankLostError."""
@@ -132,11 +126,3 @@ class LeadingDecoder:
         """Let the other ranks end."""
         self._ranks.close()
         self._group.leave()
-
-
-def device_memory(device: torch.device) -> Memory:
-    """Of a device, now; zeros on a CPU."""
-    if device.type != "cuda":
-        return Memory(total=0, free=0)
-    free, total = torch.cuda.mem_get_info(device)
-    return Memory(total=total, free=free)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from typing import TypeVar
+import struct
+from typing import Literal, TypeVar
 
 import msgspec
 
-MAX_FRAME = 1 << 17
-"""Bytes; a quarter of it holds the runs of a step of 1,000 requests."""
+MAX_FRAME = 16 << 20
+"""Bytes; the runs of a step take 32 each."""
+_LENGTH = struct.Struct("<I")
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -38,6 +40,8 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     page_size: int
     vocab_size: int | None
     context_length: int | None
+    ragged_prefill: bool
+    """FlashInfer may run long prompts."""
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
@@ -53,8 +57,10 @@ class Allocate(msgspec.Struct, frozen=True, tag=True):
     pages: int
 
 
-class LookAtMemory(msgspec.Struct, frozen=True, tag=True):
-    """How much memory does your device have? Answer: Memory."""
+class Look(msgspec.Struct, frozen=True, tag=True):
+    """Call this method of your `models.memory.DeviceMemory`. Answer: Bytes."""
+
+    at: Literal["held", "start_peak", "peak", "free_and_total"]
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
@@ -85,11 +91,11 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     kv_bytes_per_page: int
 
 
-class Memory(msgspec.Struct, frozen=True, tag=True):
-    """Of a device, bytes."""
+class Bytes(msgspec.Struct, frozen=True, tag=True):
+    """What the method gave: zeros for nothing."""
 
-    total: int
-    free: int
+    first: int = 0
+    second: int = 0
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
@@ -110,8 +116,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """One line."""
 
 
-Order = Load | Join | Allocate | LookAtMemory | Step | Capture | Replay
-Answer = Loaded | Memory | Done | Refused | Failed
+Order = Load | Join | Allocate | Look | Step | Capture | Replay
+Answer = Loaded | Bytes | Done | Refused | Failed
 _encoder = msgspec.msgpack.Encoder()
 _T = TypeVar("_T")
 
@@ -121,17 +127,20 @@ class LinkError(Exception):
 
 
 class Link:
-    """One end of a connected pair of SOCK_SEQPACKET sockets: a frame is a packet. End of file says that the peer is gone."""
+    """One end of a pair of connected sockets; a frame is a u32 little-endian length and msgpack. End of file says that the peer
+    is gone."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._orders = msgspec.msgpack.Decoder(Order)
         self._answers = msgspec.msgpack.Decoder(Answer)
+        self._received = b""
+        """What follows the frames that were taken."""
 
     @staticmethod
     def pair() -> tuple[socket.socket, socket.socket]:
         """Two connected sockets for two links."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = socket.socketpair()
         return ours, theirs
 
     def send(self, frame: Order | Answer) -> None:
@@ -144,7 +153,7 @@ class Link:
         body = _encoder.encode(frame)
         if len(body) > MAX_FRAME:
             raise LinkError(f"a {type(frame).__name__} of {len(body)} bytes; at most {MAX_FRAME}")
-        self._sock.send(body)
+        self._sock.sendall(_LENGTH.pack(len(body)) + body)
 
     def order(self) -> Order | None:
         """The next order, or None at end of file. Raises LinkError."""
@@ -163,11 +172,29 @@ class Link:
         self._sock.close()
 
     def _receive(self) -> bytes:
-        try:
-            # One byte more than is allowed: longer packets are cut off, and then do not decode.
-            return self._sock.recv(MAX_FRAME + 1)
-        except ConnectionResetError:
+        """The next frame's bytes, or none at end of file."""
+        if not self._have(_LENGTH.size):
             return b""
+        length: int = _LENGTH.unpack_from(self._received)[0]
+        if length > MAX_FRAME:
+            raise LinkError(f"a frame of {length} bytes; at most {MAX_FRAME}")
+        end = _LENGTH.size + length
+        if not self._have(end):
+            return b""
+        body, self._received = self._received[_LENGTH.size : end], self._received[end:]
+        return body
+
+    def _have(self, size: int) -> bool:
+        """Wait for so many bytes; False at end of file."""
+        while len(self._received) < size:
+            try:
+                piece = self._sock.recv(1 << 16)
+            except ConnectionResetError:
+                return False
+            if not piece:
+                return False
+            self._received += piece
+        return True
 
     def _decode(self, decoder: msgspec.msgpack.Decoder[_T], body: bytes) -> _T:
         try:

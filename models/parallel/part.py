@@ -40,7 +40,7 @@ def load_part(order: Load, shard: Shard) -> Part:
     from models.cuda.decoder import CudaDecoder
 
     try:
-        return CudaDecoder.load(
+        part = CudaDecoder.load(
             order.path,
             device=order.device,
             dtype=order.dtype,
@@ -51,9 +51,10 @@ def load_part(order: Load, shard: Shard) -> Part:
             shard=shard,
         )
     except torch.OutOfMemoryError as error:
-        raise ModelError(
-            f"{order.device}: not enough memory for 1/{shard.world} of the weights of {order.path}"
-        ) from error
+        share = f"1/{shard.world} of the weights of {order.path}"
+        raise ModelError(f"{order.device}: not enough memory for {share}") from error
+    part.ragged_prefill &= order.ragged_prefill
+    return part
 
 
 def allocate(part: Part, pages: int) -> None:

@@ -41,7 +41,7 @@ class RankProcesses:
         *,
         log_level: str,
         log_format: LogFormat,
-        on_loss: Callable[[str], None],
+        on_loss: Callable[[str], object],
         module: str = "trouterd.worker.rank",
     ) -> None:
         if threading.current_thread() is not threading.main_thread():

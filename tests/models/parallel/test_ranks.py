@@ -15,6 +15,7 @@ from models.parallel.leader import SplitModel
 from models.parallel.link import (
     MAX_FRAME,
     Allocate,
+    Bytes,
     Capture,
     Done,
     Failed,
@@ -23,8 +24,7 @@ from models.parallel.link import (
     Link,
     LinkError,
     Loaded,
-    LookAtMemory,
-    Memory,
+    Look,
     Refused,
     Replay,
     Step,
@@ -50,7 +50,7 @@ def test_frames_arrive_as_they_were_sent(ends: tuple[Link, Link]) -> None:
         SplitModel("x", ("cuda:0", "cuda:1"), vocab_size=7).order(1),
         Join(store_fd=3),
         Allocate(pages=9),
-        LookAtMemory(),
+        Look("peak"),
         Step(layout=layout, runs=bytes(32 * 1000)),
         Capture(layout=layout),
         Replay(rows=8, logit_rows=8),
@@ -59,7 +59,7 @@ def test_frames_arrive_as_they_were_sent(ends: tuple[Link, Link]) -> None:
         ours.send(order)
     assert [theirs.order() for _ in orders] == orders
     assert (orders[0].rank, orders[0].world, orders[0].device) == (1, 2, "cuda:1")
-    answers = [Loaded(weight_bytes=1 << 40, kv_bytes_per_page=2), Memory(5, 4), Done(), Refused("no"), Failed("end")]
+    answers = [Loaded(weight_bytes=1 << 40, kv_bytes_per_page=2), Bytes(5, 4), Done(), Refused("no"), Failed("end")]
     for answer in answers:
         theirs.send(answer)
     assert [ours.answer() for _ in answers] == answers
@@ -78,9 +78,26 @@ def test_frames_that_are_none_of_ours(ends: tuple[Link, Link]) -> None:
         theirs.order()
     raw, other = Link.pair()
     with raw, other:
-        raw.send(b"\xa5Hello and a packet that is cut")
-        with pytest.raises(LinkError, match="undecodable frame of 31 bytes"):
-            Link(other).answer()
+        raw.sendall(b"\x05\0\0\0Hello\xff\xff\xff\xff")
+        link = Link(other)
+        with pytest.raises(LinkError, match="undecodable frame of 5 bytes"):
+            link.answer()
+        with pytest.raises(LinkError, match="a frame of 4294967295 bytes"):
+            link.answer()
+
+
+def test_frames_come_in_pieces(ends: tuple[Link, Link]) -> None:
+    ours, theirs = ends
+    large = Step(layout=Layout(rows=1, logit_rows=1, slots=1, pages=1), runs=bytes(3_000_000))
+    sender = threading.Thread(target=lambda: [ours.send(large) for _ in range(2)])
+    sender.start()
+    assert [theirs.order(), theirs.order()] == [large, large]
+    sender.join()
+    raw, other = Link.pair()
+    with other:
+        with raw:
+            raw.sendall(b"\x05\0\0\0Hel")
+        assert Link(other).order() is None
 
 
 def step(slots: list[int], starts: list[int], counts: list[int], max_slots: int) -> tuple[Rows, Runs]:
@@ -179,8 +196,8 @@ def test_answers_come_by_rank_and_what_is_refused_is_one_line(threads: Callable[
     some.ranks.tell(Allocate(pages=1001))
     with pytest.raises(ModelError, match="^rank 1 of 3: cpu: not enough memory for 1001 pages"):
         some.ranks.answers()
-    some.ranks.tell(LookAtMemory())
-    assert some.ranks.answers() == [Memory(0, 0)] * 2
+    some.ranks.tell(Look("held"))
+    assert some.ranks.answers() == [Bytes()] * 2
     some.ranks.close()
     assert some.lost == []
 
@@ -194,7 +211,7 @@ def test_a_rank_that_raises_says_so_and_is_lost(
     with pytest.raises(RankLostError, match="^rank 2 of 3: ValueError: unheard of$"):
         some.ranks.answers()
     with pytest.raises(RankLostError, match="^rank 2 of 3"):
-        some.ranks.tell(LookAtMemory())
+        some.ranks.tell(Look("held"))
     assert some.told.wait(5)
     some.ranks.lose(0, "later")
     assert some.lost == [(2, "ValueError: unheard of")]
@@ -212,7 +229,7 @@ def test_a_rank_that_hangs_up_is_lost_unasked(threads: Callable[[int], Threads],
     assert rank == 1
     assert said.startswith(words)
     with pytest.raises(RankLostError, match=f"rank 1 of 2: {words or 'gone'}"):
-        some.ranks.tell(LookAtMemory())
+        some.ranks.tell(Look("held"))
 
 
 def test_being_out_of_step_is_reported_unless_somebody_is_gone(threads: Callable[[int], Threads]) -> None:

@@ -9,7 +9,6 @@ import pytest
 from models.config import ModelError
 from models.device_runner import DeviceRunner
 from models.kv_cache import KvCache
-from models.parallel.link import Memory
 from tests.models.hash_rows import PAGE, HashRows
 from tests.models.parallel.conftest import Lead
 from tests.models.parallel.split_hash import PAGES
@@ -23,7 +22,6 @@ def test_any_schedule_decides_as_one_process_does(lead: Lead, world: int, steps:
     leader = lead("hash", world)
     leader.allocate_kv(60)
     assert (leader.weight_bytes, leader.kv_bytes_per_page) == (1000 + world - 1, 8 * PAGE)
-    assert leader.memory() == [Memory(0, 0)] * world
     whole = HashRows(num_pages=60, max_pages=PAGES)
     runner = DeviceRunner(leader, max_slots=SLOTS, max_pages=PAGES)
     assert runner.set_routes(ROUTES) == (True, True, True)
