@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from models.config import ModelError
+from models.cuda.graphs import GraphPool
 from models.parallel.exchange import packed_size, unpack_rows, unpack_runs
 from models.parallel.group import Group
 from models.parallel.link import (
@@ -48,8 +48,7 @@ class Follower:
         self._stream: torch.cuda.Stream | None = None
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         """By rows and logit rows."""
-        self._pool: Any = None
-        """Memory that all graphs share."""
+        self._pool: GraphPool | None = None
 
     def serve(self) -> None:
         """Do what the first rank says until it hangs up.
@@ -110,12 +109,8 @@ class Follower:
         if key in self._graphs:
             return
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads of the process, NCCL's watchdog among them, may look at events meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            self._forward(layout, None)
-        self._graphs[key] = graph
+            self._pool = GraphPool(self._part.device)
+        self._graphs[key] = self._pool.capture(lambda: self._forward(layout, None))
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
