@@ -8,6 +8,7 @@ import pytest
 
 from models.parallel.leader import LeadingDecoder
 from tests.models.parallel import split_hash
+from tests.models.parallel.leading_process import Leading
 from tests.models.parallel.split_hash import load, model
 from trouterd.worker.rank_processes import RankProcesses
 
@@ -50,3 +51,18 @@ def lead(start: Start) -> Iterator[Lead]:
     yield begin
     for leader in leaders:
         leader.close()
+
+
+@pytest.fixture
+def begin() -> Iterator[Callable[..., Leading]]:
+    """Starts processes with ranks, which are killed at the end."""
+    started: list[Leading] = []
+
+    def start(kind: str, world: int, device: str = "cpu") -> Leading:
+        started.append(Leading(kind, world, device))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.kill()
+        one.process.communicate()

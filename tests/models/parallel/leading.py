@@ -1,4 +1,4 @@
-"""A worker's process in small, for tests that kill it or its ranks: `python -m tests.models.parallel.leading KIND WORLD`.
+"""A worker's process in small, for tests that kill it or its ranks: `python -m tests.models.parallel.leading KIND WORLD DEVICE`.
 
 Prints a line of pids, "loaded", and then a line per step of one request that never ends.
 """
@@ -22,7 +22,7 @@ def say(*words: object) -> None:
     print(*words, flush=True)  # noqa: T201
 
 
-def main(kind: str, world: int) -> None:
+def main(kind: str, world: int, device: str) -> None:
     logs.setup("large", "info", "text")
     processes = RankProcesses(
         "large",
@@ -33,7 +33,7 @@ def main(kind: str, world: int) -> None:
         module=split_hash.__name__,
     )
     say(*processes.pids)
-    leader = LeadingDecoder(model(kind, world), processes.ranks, load)
+    leader = LeadingDecoder(model(kind, world, device), processes.ranks, load)
     leader.allocate_kv(PAGES)
     say("loaded")
     runner = DeviceRunner(leader, max_slots=1, max_pages=PAGES)
@@ -44,4 +44,4 @@ def main(kind: str, world: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -29,18 +29,18 @@ class SplitHash(HashRows):
     weight_bytes = 1000
     kv_bytes_per_page = 8 * PAGE
 
-    def __init__(self, shard: Shard) -> None:
-        super().__init__(num_pages=0, max_pages=PAGES)
+    def __init__(self, shard: Shard, device: str = "cpu") -> None:
+        super().__init__(num_pages=0, max_pages=PAGES, device=device)
         self._shard = shard
         self._own = self._place % shard.world == shard.rank
         self.weight_bytes += shard.rank
-        self.embedding = torch.zeros(1)
+        self.embedding = torch.zeros(1, device=device)
 
     def allocate_kv(self, num_pages: int) -> None:
         if num_pages > 1000:
             raise torch.OutOfMemoryError("too many")
         self.num_pages = num_pages
-        self._pool = torch.full((num_pages + 1, PAGE), -7, dtype=torch.int64)
+        self._pool = torch.full((num_pages + 1, PAGE), -7, dtype=torch.int64, device=self.device)
 
     def forward(self, rows: Rows, runs: Runs | None = None) -> StepOutput:
         if runs is not None:
@@ -57,7 +57,7 @@ class SplitHash(HashRows):
         self._shard.all_reduce(state)
         whole = self.output(state)
         block = -(-VOCAB // self._shard.world)
-        ids = torch.arange(block) + self._shard.rank * block
+        ids = torch.arange(block, device=self.device) + self._shard.rank * block
         local = whole.logits[:, ids.clamp(max=VOCAB - 1)].where(ids < VOCAB, 1e9)
         return StepOutput(self._shard.all_gather(local)[:, :VOCAB], whole.hidden)
 
@@ -65,22 +65,23 @@ class SplitHash(HashRows):
 def check_runs(rows: Rows, runs: Runs) -> None:
     """What the host says of the runs is what the rows say, as far as they are active."""
     firsts = torch.from_numpy(runs.firsts)
-    counts = rows.counts[firsts]
-    active = rows.positions[firsts] >= 0
-    assert torch.equal(counts.long(), torch.from_numpy(runs.counts))
-    assert torch.equal(rows.positions[firsts][active].long(), torch.from_numpy(runs.starts)[active])
-    assert torch.equal(rows.slots[firsts].long(), torch.from_numpy(runs.slots))
+    counts, positions, slots = (part.cpu().long()[firsts] for part in (rows.counts, rows.positions, rows.slots))
+    active = positions >= 0
+    assert torch.equal(counts, torch.from_numpy(runs.counts))
+    assert torch.equal(positions[active], torch.from_numpy(runs.starts)[active])
+    assert torch.equal(slots, torch.from_numpy(runs.slots))
 
 
-def model(kind: str, world: int) -> SplitModel:
-    """Ranks on the CPU; `kind` is for `load`."""
-    return SplitModel(path=kind, devices=("cpu",) * world)
+def model(kind: str, world: int, device: str = "cpu") -> SplitModel:
+    """Ranks on the CPU or on GPUs ("cuda"); `kind` is for `load`."""
+    devices = (device,) * world if device == "cpu" else tuple(f"{device}:{rank}" for rank in range(world))
+    return SplitModel(path=kind, devices=devices)
 
 
 def load(order: Load, shard: Shard) -> SplitHash:
     """Kinds: hash; refuse, raise or hang, which the last rank does on loading; fail, which it does in its third step."""
     if shard.rank < shard.world - 1:
-        return SplitHash(shard)
+        return SplitHash(shard, order.device)
     match order.path:
         case "refuse":
             raise ModelError("cpu: not enough memory")
@@ -89,8 +90,8 @@ def load(order: Load, shard: Shard) -> SplitHash:
         case "hang":
             time.sleep(60)
         case "fail":
-            return Failing(shard)
-    return SplitHash(shard)
+            return Failing(shard, order.device)
+    return SplitHash(shard, order.device)
 
 
 class Failing(SplitHash):
