@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
@@ -17,21 +17,19 @@ from models.batch import StepOutput
 from models.config import ModelConfig, ModelError
 from models.cuda.decoder_weights import DecoderWeights, LayerWeights, MatrixKind, TensorSource, load_weights
 from models.cuda.dummy import DummyWeights
+from models.cuda.heads import HeadShape
 from models.cuda.ragged_prefill import RaggedPrefill, flashinfer_present
 from models.cuda.shard import FusedSums, Shard
 from models.cuda.support import check_device, check_model
-from models.cuda.tiles import LEAST_ROWS, choose_tiles
+from models.cuda.tiles import LEAST_ROWS, TileShape, choose_tiles
 from models.rope import rotary_table
 from models.rows import Rows, Runs
 from models.weights import Checkpoint, resolve_dtype
 
-if TYPE_CHECKING:
-    from models.cuda.kernels.attention_tasks import TileShape
-    from models.cuda.kernels.rotate_store import HeadShape
-
 LOAD_FORMATS = ("safetensors", "dummy")
 RAGGED_ROWS = 64
-"""From this many rows of one run on, the ragged prefill kernel pays its plan."""
+RAGGED_KEYS = 4096
+"""FlashInfer's prefill pays its plan where a run has so many rows and a context so many keys; below, ours is as fast."""
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
 """(layer, qkv, out): attention of all rows."""
@@ -82,8 +80,6 @@ class CudaDecoder:
         vocab_size: int,
         context_length: int,
     ) -> None:
-        from models.cuda.kernels.rotate_store import HeadShape
-
         self.config = config
         self.weights = weights
         self.shard = shard
@@ -94,7 +90,7 @@ class CudaDecoder:
         self.context_length = context_length
         self.page_size = page_size
         self.num_pages = 0
-        self.shape: HeadShape = HeadShape(
+        self.shape = HeadShape(
             heads=config.num_heads // shard.world,
             kv_heads=config.num_kv_heads // shard.world,
             head_dim=config.head_dim,
@@ -297,7 +293,7 @@ class CudaDecoder:
 
     def _attention(self, rows: Rows, runs: Runs | None) -> Attend:
         """Plan a step's attention."""
-        if runs is not None and len(runs.counts) and runs.counts.max() >= RAGGED_ROWS and self._has_ragged():
+        if runs is not None and _long(runs) and self._has_ragged():
             return self._ragged_attention(rows, runs)
         return self._tiled_attention(rows)
 
@@ -389,6 +385,11 @@ def _open(
     if load_format not in LOAD_FORMATS:
         raise ModelError(f"load_format {load_format!r} is not known; known are {', '.join(LOAD_FORMATS)}")
     return DummyWeights(config, dtype, device) if load_format == "dummy" else Checkpoint(directory, config)
+
+
+def _long(runs: Runs) -> bool:
+    longest = (runs.starts + runs.counts).max(initial=0)
+    return bool(runs.counts.max(initial=0) >= RAGGED_ROWS and longest >= RAGGED_KEYS)
 
 
 def _half_rotations(config: ModelConfig, length: int, device: torch.device) -> torch.Tensor:

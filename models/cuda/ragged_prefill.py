@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from models.batch import IntArray
+from models.cuda.heads import HeadShape
 from models.rows import Runs
-
-if TYPE_CHECKING:
-    from models.cuda.kernels.rotate_store import HeadShape
 
 _WORKSPACE_BYTES = 128 << 20
 """What FlashInfer's documentation recommends."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
-
-if TYPE_CHECKING:
-    from models.cuda.kernels.attention_tasks import TileShape
 
 LEAST_ROWS = 8
 """The attention's output product runs over so many rows at least: for one row cuBLAS takes a kernel of half the speed."""
@@ -17,6 +14,24 @@ _TILE_ROWS = 4
 """Token rows of a run that share a tile in small steps: what an extend usually brings."""
 _WAVES = 2
 """Tasks per multiprocessor that long contexts are spread over."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """How attention is cut, fixed when a step is captured."""
+
+    query_rows: int
+    """Query heads times token rows of a tile: 16, 32, 64, ..."""
+    keys: int
+    """Keys that a program handles at a time."""
+    least_keys: int
+    """Keys of a task at least, where the context has as many."""
+    tasks: int
+    """Tasks per KV head that the keys of all tiles are spread over, besides one for each tile."""
+    whole_blocks: bool
+    """Keys that all rows of a tile see are handled apart, without masks; pays where arithmetic is what takes the time."""
+    warps: int
+    stages: int
 
 
 def choose_tiles(
@@ -32,8 +47,6 @@ def choose_tiles(
         dtype: of K and V.
         processors: multiprocessors of the device.
     """
-    from models.cuda.kernels.attention_tasks import TileShape
-
     exact, small = dtype == torch.float32, rows <= SMALL_ROWS
     wanted = group if exact else _TILE_ROWS * group if small else 128
     query_rows = max(16, 1 << (wanted - 1).bit_length())
@@ -49,6 +62,7 @@ def choose_tiles(
         keys=keys,
         least_keys=128 if small else 256,
         tasks=-(-_WAVES * processors // kv_heads),
+        whole_blocks=not small,
         warps=8 if exact or query_rows > 64 else 4,
         stages=stages,
     )

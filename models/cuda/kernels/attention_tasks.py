@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from models.cuda.tiles import TileShape
+
 RECORD = 8
 """Words of a task: first row of its tile, rows of the tile, slot, first key, key after the last, tasks of the tile, and in the
 scratch of split tiles this task's cell and that of the tile's first task. A task without keys is none."""
@@ -73,22 +75,6 @@ def _list_tasks(
         tl.store(tasks + idle * WORDS + 4, 0, mask=unused)
     for start in range(0, cells, BLOCK):
         tl.store(tickets + start + row, 0, mask=start + row < cells)
-
-
-@dataclass(frozen=True, slots=True)
-class TileShape:
-    """How attention is cut, fixed when a step is captured."""
-
-    query_rows: int
-    """Query heads times token rows of a tile: 16, 32, 64, ..."""
-    keys: int
-    """Keys that a program handles at a time."""
-    least_keys: int
-    """Keys of a task at least, where the context has as many."""
-    tasks: int
-    """Tasks per KV head that the keys of all tiles are spread over, besides one for each tile."""
-    warps: int
-    stages: int
 
 
 @dataclass(frozen=True, slots=True)

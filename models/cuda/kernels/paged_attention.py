@@ -14,9 +14,60 @@ import torch
 import triton
 import triton.language as tl
 
-from models.cuda.kernels.attention_tasks import RECORD, TaskList, TileShape
+from models.cuda.heads import HeadShape
+from models.cuda.kernels.attention_tasks import RECORD, TaskList
 from models.cuda.kernels.overlap import launch_options
-from models.cuda.kernels.rotate_store import HeadShape
+from models.cuda.tiles import TileShape
+
+
+@triton.jit
+def _attend(
+    q,
+    position,
+    keys,
+    values,
+    table,
+    kv_head,
+    begin,
+    end,
+    scale,
+    largest,
+    weight,
+    result,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Keys begin .. end - 1 added to the largest score (base 2), the sum of weights and the weighted sum of values.
+
+    Without MASKED they are whole blocks that every row sees.
+    """
+    column = tl.arange(0, HEAD_DIM)
+    for start in tl.range(begin, end, BLOCK_KEYS, num_stages=STAGES):
+        key = start + tl.arange(0, BLOCK_KEYS)
+        inside = key < end
+        page = tl.load(table + key // PAGE, mask=inside, other=0) if MASKED else tl.load(table + key // PAGE)
+        cell = (page.to(tl.int64) * KV_HEADS + kv_head) * (PAGE * HEAD_DIM) + (key % PAGE) * HEAD_DIM
+        cells = cell[:, None] + column[None, :]
+        k = tl.load(keys + cells, mask=inside[:, None], other=0.0) if MASKED else tl.load(keys + cells)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            scores = tl.where((key[None, :] <= position[:, None]) & inside[None, :], scores, float("-inf"))
+        new = tl.maximum(largest, tl.max(scores, axis=1) * scale)
+        base = new
+        if MASKED:
+            # A row that has seen no key yet: any finite number keeps the differences from being NaN.
+            base = tl.where(new == float("-inf"), 0.0, new)
+        factor = tl.exp2(largest - base)
+        p = tl.exp2(scores * scale - base[:, None])
+        v = tl.load(values + cells, mask=inside[:, None], other=0.0) if MASKED else tl.load(values + cells)
+        weight = weight * factor + tl.sum(p, axis=1)
+        result = result * factor[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        largest = new
+    return largest, weight, result
 
 
 @triton.jit
@@ -41,6 +92,7 @@ def _paged_attention(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     STAGES: tl.constexpr,
+    WHOLE_BLOCKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
@@ -74,24 +126,50 @@ def _paged_attention(
     largest = tl.full([BLOCK_ROWS], float("-inf"), dtype=tl.float32)
     weight = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
     result = tl.zeros([BLOCK_ROWS, HEAD_DIM], dtype=tl.float32)
-    for start in tl.range(begin, end, BLOCK_KEYS, num_stages=STAGES):
-        key = start + tl.arange(0, BLOCK_KEYS)
-        inside = key < end
-        page = tl.load(table + key // PAGE, mask=inside, other=0).to(tl.int64)
-        cell = (page * KV_HEADS + kv_head) * (PAGE * HEAD_DIM) + (key % PAGE) * HEAD_DIM
-        cells = cell[:, None] + column[None, :]
-        k = tl.load(keys + cells, mask=inside[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where((key[None, :] <= position[:, None]) & inside[None, :], scores, float("-inf"))
-        new = tl.maximum(largest, tl.max(scores, axis=1))
-        # A row that has seen no key yet: any finite number keeps the differences from being NaN.
-        base = tl.where(new == float("-inf"), 0.0, new)
-        factor = tl.exp2(largest - base)
-        p = tl.exp2(scores - base[:, None])
-        v = tl.load(values + cells, mask=inside[:, None], other=0.0)
-        weight = weight * factor + tl.sum(p, axis=1)
-        result = result * factor[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        largest = new
+    masked = begin
+    if WHOLE_BLOCKS:
+        seen = tl.minimum(tl.load(positions + leading) + 1, end)
+        masked = tl.maximum(begin, begin + (seen - begin) // BLOCK_KEYS * BLOCK_KEYS)
+        largest, weight, result = _attend(
+            q,
+            position,
+            keys,
+            values,
+            table,
+            kv_head,
+            begin,
+            masked,
+            scale,
+            largest,
+            weight,
+            result,
+            KV_HEADS=KV_HEADS,
+            HEAD_DIM=HEAD_DIM,
+            PAGE=PAGE,
+            BLOCK_KEYS=BLOCK_KEYS,
+            STAGES=STAGES,
+            MASKED=False,
+        )
+    largest, weight, result = _attend(
+        q,
+        position,
+        keys,
+        values,
+        table,
+        kv_head,
+        masked,
+        end,
+        scale,
+        largest,
+        weight,
+        result,
+        KV_HEADS=KV_HEADS,
+        HEAD_DIM=HEAD_DIM,
+        PAGE=PAGE,
+        BLOCK_KEYS=BLOCK_KEYS,
+        STAGES=STAGES,
+        MASKED=True,
+    )
 
     target = out + wide_row[:, None] * (HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + column[None, :]
     if parts == 1:
@@ -191,6 +269,7 @@ def paged_attention(
         BLOCK_ROWS=tiles.query_rows,
         BLOCK_KEYS=tiles.keys,
         STAGES=tiles.stages,
+        WHOLE_BLOCKS=tiles.whole_blocks,
         OVERLAP=overlap,
         num_warps=tiles.warps,
         num_stages=tiles.stages,

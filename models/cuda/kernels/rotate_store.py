@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
+from models.cuda.heads import HeadShape
 from models.cuda.kernels.overlap import launch_options
 
 _BLOCK_HEADS = 4
@@ -78,17 +77,6 @@ def _rotate_store(
     is_value = exists & ~rotated
     tl.store(value, first, mask=is_value)
     tl.store(value + half, second, mask=is_value)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadShape:
-    """Heads that one device holds, and how they are normed and turned."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    page_size: int
-    eps: float
 
 
 def rotate_store(

@@ -16,12 +16,14 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "run test_interpreted.py"
 
 from models.config import ModelConfig
 from models.cuda.decoder import CudaDecoder
-from models.cuda.kernels.attention_tasks import TaskList, TileShape, list_tasks
+from models.cuda.heads import HeadShape
+from models.cuda.kernels.attention_tasks import TaskList, list_tasks
 from models.cuda.kernels.paged_attention import AttentionScratch, paged_attention
 from models.cuda.kernels.rms_norm import rms_norm
-from models.cuda.kernels.rotate_store import HeadShape, rotate_store
+from models.cuda.kernels.rotate_store import rotate_store
 from models.cuda.kernels.silu_mul import silu_mul
 from models.cuda.shard import Shard
+from models.cuda.tiles import TileShape
 from models.decoder import rms_norm as reference_norm
 from models.decoder import silu
 from models.rope import rotary_table, rotate
@@ -126,8 +128,8 @@ class _Rope:
         return RopeConfig("default", 10_000.0)
 
 
-def cut(query_rows: int = 16, least_keys: int = 16, tasks: int = 4) -> TileShape:
-    return TileShape(query_rows, keys=16, least_keys=least_keys, tasks=tasks, warps=4, stages=2)
+def cut(query_rows: int = 16, tasks: int = 4, whole_blocks: bool = False) -> TileShape:
+    return TileShape(query_rows, keys=16, least_keys=16, tasks=tasks, whole_blocks=whole_blocks, warps=4, stages=2)
 
 
 def listed(positions: torch.Tensor, leaders: torch.Tensor, shape: TileShape, runs: int = 99) -> TaskList:
@@ -182,7 +184,7 @@ def test_tasks_fit_whatever_the_runs_are(seed: int) -> None:
     assert len(cells) <= tasks.cells
 
 
-@pytest.mark.parametrize("tiles", [cut(), cut(tasks=12), cut(32, tasks=1)])
+@pytest.mark.parametrize("tiles", [cut(), cut(tasks=12), cut(32, tasks=1), cut(whole_blocks=True)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (8, 1)])
 def test_attention_over_runs_of_all_lengths(heads: int, kv_heads: int, tiles: TileShape) -> None:
     shape = HeadShape(heads, kv_heads, head_dim=16, page_size=PAGE, eps=0.0)
