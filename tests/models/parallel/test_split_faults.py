@@ -19,6 +19,7 @@ def test_a_killed_rank_ends_the_worker(begin: Begin) -> None:
     killed = time.monotonic()
     assert worker.process.wait(5) == 1
     assert time.monotonic() - killed < 2
+    worker.until(f"last words: large: rank 1 (pid {worker.pids[0]}) was killed by SIGKILL")
     log = worker.log()
     assert f"CRITICAL large trouterd.worker.rank_processes: large: rank 1 (pid {worker.pids[0]}) was killed" in log
     assert log.count("ending with it") == 1
@@ -45,3 +46,12 @@ def test_a_rank_lost_while_others_wait_for_it_ends_the_worker(begin: Begin) -> N
     os.kill(worker.pids[0], signal.SIGKILL)
     assert worker.process.wait(20) == 1
     assert "was killed by SIGKILL" in worker.log()
+
+
+def test_a_worker_that_ends_by_itself_loses_nobody(begin: Begin) -> None:
+    worker = begin("brief", 2)
+    assert worker.process.wait(30) == 7
+    assert gone(worker.pids[0], 1)
+    log = worker.log()
+    assert "CRITICAL" not in log
+    assert "ending with it" not in log
