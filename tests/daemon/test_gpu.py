@@ -107,3 +107,24 @@ async def test_fraction_that_is_too_small(tmp_path: Path) -> None:
     assert await daemon.process.wait() == 78
     assert "CRITICAL" in log
     assert "gpu.memory_fraction" in log
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+async def test_split_model_beside_one_on_the_same_gpu(tmp_path: Path) -> None:
+    for name in ("cpu", "gpu"):
+        (tmp_path / name).mkdir()
+    async with serving(tmp_path / "cpu", config(tmp_path / "cpu", "cpu")) as daemon:
+        wanted = await texts(daemon)
+    split = config(tmp_path / "gpu", "cuda:0", "flashinfer").replace(
+        "[models.large]", "[models.large]\ntensor_parallel = 2"
+    )
+    async with serving(tmp_path / "gpu", split) as daemon:
+        assert await texts(daemon) == wanted
+        worker = (await daemon.pids())["large"]
+        (rank,) = (int(word) for word in Path(f"/proc/{worker}/task/{worker}/children").read_text().split())
+        os.kill(rank, signal.SIGKILL)
+        assert await daemon.logged(f"large: rank 1 (pid {rank}) was killed by SIGKILL")
+        assert await gone([worker], 3)
+        await daemon.ready()
+        assert await texts(daemon) == wanted
+        assert await daemon.stop() == 0
