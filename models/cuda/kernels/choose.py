@@ -126,7 +126,7 @@ def _gather(
 
 
 @triton.jit
-def _tell_routes(row, alive, record, index, numbers, params, row_route, rows_held, routes):
+def _tell_routes(row, alive, record, index, numbers, settings, row_route, rows_held, routes):
     """What routing functions see of the row: see `models.device_routes.RouteInputs`."""
     low = tl.load(record + SEED_LOW).to(tl.uint32, bitcast=True).to(tl.int64)
     seed = (tl.load(record + SEED_HIGH).to(tl.int64) << 32) | low
@@ -140,7 +140,7 @@ def _tell_routes(row, alive, record, index, numbers, params, row_route, rows_hel
     own = tl.load(record + PARAMS + place).to(tl.float32, bitcast=True)
     for number in range(routes):
         # 1 is inside the range of nearly any parameter, divisors included: `device_routes.FOREIGN`.
-        tl.store(params + (number * rows_held + row) * PARAM_COUNT + place, tl.where(route == number, own, 1.0))
+        tl.store(settings + (number * rows_held + row) * PARAM_COUNT + place, tl.where(route == number, own, 1.0))
 
 
 @triton.jit
@@ -227,7 +227,7 @@ def choose(
     sizes: tl.tensor,
     tickets: tl.tensor,
     numbers: tl.tensor,
-    params: tl.tensor,
+    settings: tl.tensor,
     row_route: tl.tensor,
     clock: tl.tensor,
     records: tl.tensor,
@@ -282,7 +282,7 @@ def choose(
     if decides:
         tl.store(numbers + row, token.to(tl.int64))
         if routes:
-            _tell_routes(row, alive, record, index, numbers, params, row_route, rows_held, routes)
+            _tell_routes(row, alive, record, index, numbers, settings, row_route, rows_held, routes)
         if ends:
             tl.debug_barrier()
             if tl.atomic_add(tickets + rows_held, 1, sem="acq_rel", scope="gpu") == R - 1:
