@@ -70,10 +70,9 @@ class Accounted:
         self.device.hold("kv", num_pages * self.page_bytes)
         return None  # type: ignore[return-value]
 
-    def capture(self, runner: ModelRunner) -> int:
+    def capture(self, runner: ModelRunner) -> None:
         self.order.append("capture")
         self.device.hold("graphs", 80)
-        return 80
 
     def exercise(self, runner: ModelRunner, step: LargestStep) -> None:
         self.order.append("step")

@@ -45,8 +45,8 @@ class Weights(Protocol):
         """A runner over a new pool, which takes the place of the one before."""
         ...
 
-    def capture(self, runner: ModelRunner) -> int:
-        """Capture the runner's graphs, if it has any; their bytes."""
+    def capture(self, runner: ModelRunner) -> None:
+        """Capture the runner's graphs, if it has any."""
         ...
 
     def exercise(self, runner: ModelRunner, step: LargestStep) -> None:
@@ -71,10 +71,8 @@ class TorchWeights:
         self._runner.allocate_kv(num_pages)
         return self._runner
 
-    def capture(self, runner: ModelRunner) -> int:
+    def capture(self, runner: ModelRunner) -> None:
         """There is nothing to capture."""
-        del runner
-        return 0
 
     def exercise(self, runner: ModelRunner, step: LargestStep) -> None:
         """A forward pass, and sampling."""
@@ -125,12 +123,10 @@ class DecoderWeights:
             self._fast.attach()
         return DeviceRunner(self._decoder, max_slots=max_slots, max_pages=max_pages, depth=self._depth)
 
-    def capture(self, runner: ModelRunner) -> int:
+    def capture(self, runner: ModelRunner) -> None:
         """Capture its graphs unless models.X.graphs is false."""
-        if not self._graphs or not isinstance(runner, DeviceRunner):
-            return 0
-        runner.capture()
-        return runner.graph_bytes
+        if self._graphs and isinstance(runner, DeviceRunner):
+            runner.capture()
 
     def exercise(self, runner: ModelRunner, step: LargestStep) -> None:
         """A forward pass with all that follows it on the device."""
@@ -183,7 +179,10 @@ class GpuEngine:
             meter.start_peak()
             runner = weights.runner(pages, model.max_requests, pages)
             prepare(runner)
-            graphs = weights.capture(runner)
+            before = meter.held()
+            weights.capture(runner)
+            # By this process's own allocator: what is free on the GPU changes with the other models that are being loaded.
+            graphs = meter.held() - before
             for step in largest_steps(model, self.context):
                 weights.exercise(runner, step)
             peak = meter.peak()
