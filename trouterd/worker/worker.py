@@ -12,7 +12,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from ipc.messages import NackReason, Warm
 from models.batch import ModelRunner
 from models.kv_cache import KvCache
-from models.resident import Resident
+from models.resident import is_resident
 from trouterd.config import Route
 from trouterd.worker.active import ActiveCounts
 from trouterd.worker.events import Event, Events
@@ -195,7 +195,9 @@ class Worker:
             outcome = self._poll()
         while outcome is not None:
             self.outcomes.commit(outcome)
-            outcome = self._poll()
+            if (outcome := self._poll()) is not None:
+                # Tokens of a visitor go to its entry before a hand-off of the next step takes them along.
+                self._pass_on()
 
     async def _drain(self) -> None:
         """Commit what is in flight, so that nobody loses a token to a step that came after it."""
@@ -264,7 +266,7 @@ class Worker:
 
 
 def _stepper(runner: ModelRunner, routes: dict[str, WorkerRoute], kv: KvCache, thread: Executor) -> Stepper:
-    if not isinstance(runner, Resident):
+    if not is_resident(runner):
         return SynchronousStepper(runner, kv.page_table, thread)
     kv.on_pages = runner.set_pages
     return PipelinedStepper(runner, routes.values(), kv.page_table, thread)
