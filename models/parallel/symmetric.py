@@ -24,6 +24,8 @@ class SymmetricSums:
     """
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.patience = 0
+        """See `sum_norm`."""
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._width = width
         self._memory = _shared(2 * MOST_ROWS * width, dtype, device)
@@ -65,6 +67,7 @@ class SymmetricSums:
             rank=self._rank,
             offset=(part.data_ptr() - self._memory.data_ptr()) // part.element_size(),
             span=MOST_ROWS,
+            patience=self.patience,
             overlap=overlap,
         )
 

@@ -37,34 +37,39 @@ def _tell(address, turn):
 
 
 @triton.jit
-def _await(address, turn):
-    """Wait until `turn`, or a later one, is written to this rank's memory; turns may wrap around."""
+def _await(address, turn, patience):
+    """Wait until `turn`, or a later one, is written to this rank's memory, for `patience` looks if not 0; turns may wrap around."""
     tl.inline_asm_elementwise(
         """
         {
-            .reg .pred %first, %early;
-            .reg .u32 %thread, %seen;
+            .reg .pred %other, %early, %endless, %more;
+            .reg .u32 %thread, %seen, %left;
             mov.u32 %thread, %tid.x;
-            setp.ne.u32 %first, %thread, 0;
-            @%first bra done;
+            setp.ne.u32 %other, %thread, 0;
+            @%other bra done;
+            mov.u32 %left, $3;
+            setp.eq.u32 %endless, %left, 0;
         again:
             ld.acquire.sys.global.u32 %seen, [$1];
             sub.u32 %seen, %seen, $2;
+            sub.u32 %left, %left, 1;
             setp.lt.s32 %early, %seen, 0;
+            setp.ne.or.u32 %more, %left, 0, %endless;
+            and.pred %early, %early, %more;
             @%early bra again;
         done:
             mov.u32 $0, 0;
         }
         """,
-        "=r,l,r",
-        [address, turn],
+        "=r,l,r,r",
+        [address, turn, patience],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["offset", "patience"])
 def _sum_norm(
     parts: tl.tensor,
     flags: tl.tensor,
@@ -75,6 +80,7 @@ def _sum_norm(
     offset,
     width,
     span,
+    patience,
     eps,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
@@ -98,14 +104,14 @@ def _sum_norm(
                 _tell(tl.load(flags + rank) + (RANK * span + row) * 4, turn)
         for rank in tl.static_range(WORLD):
             if rank != RANK:
-                _await(tl.load(flags + RANK) + (rank * span + row) * 4, turn)
+                _await(tl.load(flags + RANK) + (rank * span + row) * 4, turn, patience)
         tl.debug_barrier()
     total = tl.zeros([BLOCK], tl.float32)
     # In the same order on every rank: what they hold must not differ by a bit.
     for rank in tl.static_range(WORLD):
         first = tl.multiple_of(tl.load(parts + rank).to(tl.pointer_type(kind)), 16)
         # Past the first cache, which other devices' writes do not reach.
-        part = tl.load(first + offset + row * width + column, mask=inside, other=0.0, volatile=True)
+        part = tl.load(first + tl.multiple_of(offset, 16) + row * width + column, mask=inside, other=0.0, volatile=True)
         total += part.to(tl.float32)
     added = (before.to(tl.float32) + total.to(kind).to(tl.float32)).to(kind)
     tl.store(x + row * width + column, added, mask=inside)
@@ -128,6 +134,7 @@ def sum_norm(
     rank: int,
     offset: int,
     span: int,
+    patience: int = 0,
     signals: bool = True,
     overlap: bool = False,
 ) -> None:
@@ -142,8 +149,10 @@ def sum_norm(
         eps: added to the mean square.
         out: [T, H] contiguous.
         rank: this one.
-        offset: elements from those addresses to the part's first row; at its next call it must be another.
+        offset: elements from those addresses to the part's first row, a multiple of 16; the next call's must be another.
         span: rows that flags exist for.
+        patience: how often to look for another rank's turn, about once in a microsecond, before what is there is summed;
+            0 = until it is there.
         signals: False where all parts are there and stay there, as in tests.
         overlap: start while the kernel ahead ends, which must not write `x` or `weight`.
     """
@@ -159,6 +168,7 @@ def sum_norm(
         offset,
         width,
         span,
+        patience,
         eps,
         RANK=rank,
         WORLD=len(parts),
