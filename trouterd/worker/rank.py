@@ -46,6 +46,8 @@ def serve(link: Link, load: Loader) -> int:
     """Do what the first rank says until it hangs up, or until something fails, which it is told; returns the exit code."""
     try:
         Follower(link, load).serve()
+    except (BrokenPipeError, ConnectionResetError):
+        log.debug("the first rank is gone")
     except Exception as error:  # the main boundary: whatever it was, say it and exit non-zero
         log.critical("failed", exc_info=error)
         with contextlib.suppress(OSError):

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from models.parallel.ranks import Ranks
+from models.parallel.ranks import RankLostError, Ranks
 from trouterd.logs import LogFormat
-from trouterd.worker.rank_processes import RankProcesses
+from trouterd.worker.rank_processes import GRACE, RankProcesses
 
 
 async def with_ranks(
@@ -48,6 +48,9 @@ async def with_ranks(
     serving = asyncio.ensure_future(serve(processes.ranks))
     ends: list[asyncio.Future[Any]] = [serving, lost]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    if serving.done() and isinstance(serving.exception(), RankLostError):
+        # The news of which rank it is, and how it ended, is on its way.
+        await asyncio.wait({lost}, timeout=GRACE)
     if lost.done():
         last_words(lost.result())
         return 1

@@ -58,7 +58,7 @@ class SplitHash(HashRows):
         whole = self.output(state)
         block = -(-VOCAB // self._shard.world)
         ids = torch.arange(block, device=self.device) + self._shard.rank * block
-        local = whole.logits[:, ids.clamp(max=VOCAB - 1)].where(ids < VOCAB, 1e9)
+        local = whole.logits[:, ids.clamp(max=VOCAB - 1)].masked_fill(ids >= VOCAB, 1e9)
         return StepOutput(self._shard.all_gather(local)[:, :VOCAB], whole.hidden)
 
 
