@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SUITE = Path(__file__).with_name("interpreted.py")
+SUITE = Path(__file__).with_name("interpreted_split.py")
 
 
 @pytest.mark.timeout(300)
