@@ -44,8 +44,7 @@ def real(depth: int) -> Callable[[ModelRunner], ModelRunner]:
         if isinstance(runner, TorchRunner):
             pages = -(-runner.context_length // runner.page_size)
             return DeviceRunner(TorchRows(runner), max_slots=MOST_SLOTS, max_pages=pages, depth=depth)
-        assert isinstance(runner, LookupRunner)
-        return device_runner(runner, depth)
+        return device_runner(runner, depth) if isinstance(runner, LookupRunner) else runner
 
     return build
 

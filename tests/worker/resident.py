@@ -50,6 +50,7 @@ class FakeResident:
         patience: int = 0,
         eager: bool = False,
         max_stop_ids: int = 8,
+        seconds: float = 1e-4,
         refuse: Callable[[DeviceRoute], bool] = lambda _: False,
     ) -> None:
         """
@@ -60,6 +61,7 @@ class FakeResident:
             patience: a step ends after at most so many polls in vain.
             eager: steps run when they are launched, and raise there; their records may come late all the same.
             max_stop_ids: as of a real device.
+            seconds: what a step says it took.
             refuse: routes that this device does not take.
         """
         self.runner = runner
@@ -76,6 +78,7 @@ class FakeResident:
         self._dice = dice or random.Random(0)
         self._patience = patience
         self._eager = eager
+        self._seconds = seconds
         self._refuse = refuse
         self._stream: deque[Callable[[], StepRecord | None]] = deque()
         self._records: deque[StepRecord] = deque()
@@ -178,7 +181,7 @@ class FakeResident:
             tokens=np.full(count, STALE_TOKEN, np.int32),
             destinations=np.full(count, 99, np.int32),
             stays=np.ones(count, bool),
-            seconds=1e-4,
+            seconds=self._seconds,
         )
         for slot in {int(s) for s in rows.slots[~alive]}:
             assert not self._slots[slot].active

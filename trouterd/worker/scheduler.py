@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from models.kv_cache import KvCache
@@ -130,14 +129,14 @@ class Scheduler:
         budget = self.max_batch_tokens
         chunks: list[Chunk] = []
         planned: set[int] = set()
-        for request in self._service_order():
+        for request, due in self._service_order():
             if budget == 0:
                 break
             # An earlier request of this very loop may have preempted this one.
             if request.state is not State.RUNNING:
                 continue
-            count = min(request.due, budget)
-            if count and self._reserve(request, request.fed + count, planned):
+            count = min(due, budget)
+            if self._reserve(request, request.fed + count, planned):
                 planned.add(request.rid)
                 chunks.append(Chunk.of(request, count))
                 budget -= count
@@ -163,14 +162,18 @@ class Scheduler:
         """Requests here by state, this worker's visitors included."""
         return {"waiting": len(self.waiting), "running": len(self.running), "away": len(self.away)}
 
-    def _service_order(self) -> Iterator[Request]:
-        """Running requests: overdue ones, then single decode rows."""
-        snapshot, overdue = list(self.running), self._overdue
-        if overdue:
-            yield from (r for r in snapshot if r.rid in overdue)
-            snapshot = [r for r in snapshot if r.rid not in overdue]
-        yield from (r for r in snapshot if r.due == 1)
-        yield from (r for r in snapshot if r.due > 1)
+    def _service_order(self) -> list[tuple[Request, int]]:
+        """Running requests and the rows that each could feed: overdue ones, then single decode rows."""
+        overdue, single, several = [], [], []
+        for request in self.running:
+            due = request.due
+            if due and request.rid in self._overdue:
+                overdue.append((request, due))
+            elif due == 1:
+                single.append((request, due))
+            elif due:
+                several.append((request, due))
+        return [*overdue, *single, *several]
 
     def _admit(self, chunks: list[Chunk], planned: set[int], budget: int) -> int:
         """Take requests from the waiting queue while rows and room last; returns the rows used."""
