@@ -1,4 +1,4 @@
-"""Real decoders over ranks, on the CPU through Triton's interpreter; run by test_interpreted_split.py."""
+"""Real decoders over ranks, on the CPU through Triton's interpreter; run by test_interpreted.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "run test_interpreted_split.py"
+assert os.environ.get("TRITON_INTERPRET") == "1", "run test_interpreted.py"
 
 from models.cuda.decoder import CudaDecoder
 from models.cuda.kernels.rms_norm import rms_norm
