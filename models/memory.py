@@ -35,3 +35,7 @@ class DeviceMemory:
         """Bytes that nobody holds, and all there are."""
         free, total = torch.cuda.mem_get_info(self.device)
         return free, total
+
+    def every_device(self) -> list[tuple[int, int]]:
+        """The same of each of the model's devices: of this one."""
+        return [self.free_and_total()]

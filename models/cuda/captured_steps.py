@@ -18,7 +18,7 @@ from models.cuda.inbox import MAX_CHANGES, entry_of
 from models.cuda.step_kernels import StepKernels
 from models.device_routes import RouteError, RouteInputs
 from models.resident import DeviceRoute, StepRecord, StepRows
-from models.rows import RowDecoder, Rows, Runs
+from models.rows import Accompanied, RowDecoder, Rows, Runs
 from models.slots import Int32Array, SlotTable
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class CudaSteps:
 
     def __init__(self, decoder: RowDecoder, slots: SlotTable, buckets: Sequence[int]) -> None:
         self._decoder = decoder
+        self._replaying = decoder.replaying if isinstance(decoder, Accompanied) else _unheard
         self._slots = slots
         self._device = decoder.device
         self._shapes = _shapes(buckets)
@@ -197,10 +198,12 @@ class CudaSteps:
             raise RuntimeError(
                 f"{len(self._open)} steps in flight, at most {_ENTRIES - 1} can be: poll their records first"
             )
-        graphs = self._graphs.get(self._shape(len(rows), len(rows.logit_rows)))
+        shape = self._shape(len(rows), len(rows.logit_rows))
+        graphs = self._graphs.get(shape)
         replays = self._replays(graphs, routes) if graphs is not None else []
         if replays:
             self._kernels.inbox.write(self._turn, rows, runs, self._changes(), len(rows.logit_rows))
+            self._replaying(*shape)
             for graph in replays:
                 graph.replay()
         else:
@@ -257,17 +260,23 @@ class CudaSteps:
         """A forward pass that leaves the slot records alone; nothing may be in flight."""
         rows = StepRows(batch.slots, batch.tokens, batch.positions, batch.logit_rows)
         count = len(batch.logit_rows)
-        graphs = self._graphs.get(self._shape(len(rows), count))
+        shape = self._shape(len(rows), count)
+        graphs = self._graphs.get(shape)
         if graphs is None:
             with torch.inference_mode():
                 output = self._decoder.forward(self._placed(rows, runs, 0), runs)
         else:
             self._kernels.inbox.write(self._turn, rows, runs, self._changes(), 0)
+            self._replaying(*shape)
             graphs.plain.replay()
             self._turn += 1
             output = StepOutput(graphs.output.logits[:count], graphs.output.hidden[:count])
         torch.cuda.current_stream(self._device).synchronize()
         return output
+
+
+def _unheard(_rows: int, _logit_rows: int) -> None:
+    """Nobody follows."""
 
 
 def _shapes(buckets: Sequence[int]) -> tuple[Shape, ...]:

@@ -61,6 +61,10 @@ def mps_variables(pid: int) -> dict[str, str]:
     return {name: value for name, _, value in pairs if name.startswith("CUDA_MPS_")}
 
 
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 @pytest.mark.parametrize("backend", ["torch", "flashinfer"])
 async def test_two_models_share_a_gpu(tmp_path: Path, backend: str) -> None:
     (tmp_path / "cpu").mkdir()
@@ -107,3 +111,25 @@ async def test_fraction_that_is_too_small(tmp_path: Path) -> None:
     assert await daemon.process.wait() == 78
     assert "CRITICAL" in log
     assert "gpu.memory_fraction" in log
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+async def test_split_model_beside_one_on_the_same_gpu(tmp_path: Path) -> None:
+    for name in ("cpu", "gpu"):
+        (tmp_path / name).mkdir()
+    async with serving(tmp_path / "cpu", config(tmp_path / "cpu", "cpu")) as daemon:
+        wanted = await texts(daemon)
+    split = config(tmp_path / "gpu", "cuda:0", "flashinfer").replace(
+        "[models.large]", "[models.large]\ntensor_parallel = 2"
+    )
+    async with serving(tmp_path / "gpu", split) as daemon:
+        assert await texts(daemon) == wanted
+        worker = (await daemon.pids())["large"]
+        (rank,) = children(worker)
+        os.kill(rank, signal.SIGKILL)
+        assert await daemon.logged(f"large: rank 1 (pid {rank}) was killed by SIGKILL")
+        assert await gone([worker], 3)
+        assert await daemon.logged("large started", "epoch 2")
+        await daemon.ready()
+        assert await texts(daemon) == wanted
+        assert await daemon.stop() == 0

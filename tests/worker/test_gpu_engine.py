@@ -50,6 +50,9 @@ class Device:
     def free_and_total(self) -> tuple[int, int]:
         return self.total - self.held(), self.total
 
+    def every_device(self) -> list[tuple[int, int]]:
+        return [self.free_and_total()]
+
 
 class Accounted:
     """`Weights` of 400 bytes with graphs of 80 and steps of 3 bytes a row, over no model at all."""

@@ -13,6 +13,9 @@ from models.batch import ModelRunner
 from models.config import ModelConfig, ModelError
 from models.kv_cache import KvCache
 from models.memory import DeviceMemory
+from models.parallel.leader import LeadingDecoder, SplitModel
+from models.parallel.ranks import Ranks
+from models.parallel.split_memory import SplitMemory
 from models.script import ScriptRunner
 from models.shape import Shape, load_shape
 from models.tokenizer import vocabulary_size
@@ -55,11 +58,17 @@ class Loaded:
     """'torch', 'flashinfer' or 'script'."""
 
 
-def load_model(name: str, config: Config) -> Loaded:
+def load_model(name: str, config: Config, ranks: Ranks | None = None) -> Loaded:
     """Load a model as the configuration says.
+
+    Args:
+        name: of the model.
+        config: the whole configuration.
+        ranks: processes for the other GPUs of a model that is split.
 
     Raises:
         ModelError, ScriptError: nothing can be served from there; the message names file and field.
+        RankLostError: another rank is gone.
     """
     model = config.models[name]
     host = Host.this()
@@ -74,6 +83,8 @@ def load_model(name: str, config: Config) -> Loaded:
     for gpu, problem in memory_problems(config, host):
         if gpu in model.gpus:
             raise ModelError(problem)
+    if ranks is not None:
+        return _load_split(name, model, shape, host, ranks)
     return _load_on_gpu(name, config, shape, host)
 
 
@@ -133,6 +144,30 @@ def _load_on_gpu(name: str, config: Config, shape: Shape, host: Host) -> Loaded:
             f"models.{name}.device: the weights do not fit on the GPU: {str(error).partition('. ')[0]}"
         ) from error
     return Loaded(facts, GpuEngine(name, model, weights, context, DeviceMemory(device)), backend.name)
+
+
+def _load_split(name: str, model: Model, shape: Shape, host: Host, ranks: Ranks) -> Loaded:
+    context = gpu_context(name, model, shape)
+    backend = choose_backend(name, model, shape, host)
+    if backend.why:
+        log.warning("%s", backend.why)
+    split = SplitModel(
+        path=model.path,
+        devices=tuple(f"cuda:{gpu}" for gpu in model.gpus),
+        dtype=model.element_type,
+        load_format="dummy" if model.load_format == "dummy" else "safetensors",
+        page_size=model.page_size,
+        vocab_size=vocabulary_size(model.tokenizer_folder),
+        context_length=context,
+        ragged_prefill=backend.ragged_prefill,
+    )
+    try:
+        decoder = LeadingDecoder(split, ranks)
+    except ModelError as error:
+        raise ModelError(f"models.{name}: {error}") from error
+    facts = ModelFacts(decoder.vocab_size, decoder.config.hidden_size, decoder.device, decoder.embedding)
+    meter = SplitMemory(decoder.device, ranks)
+    return Loaded(facts, GpuEngine(name, model, DecoderWeights(decoder, model), context, meter), backend.name)
 
 
 def _fast_steps(name: str, config: Config, decoder: CudaDecoder) -> FastSteps | None:

@@ -26,12 +26,13 @@ Prepare = Callable[[ModelRunner], None]
 
 
 class Meter(Protocol):
-    """`models.memory.DeviceMemory`."""
+    """`models.memory.DeviceMemory`, or of a split model `models.parallel.split_memory.SplitMemory`."""
 
     def held(self) -> int: ...
     def start_peak(self) -> None: ...
     def peak(self) -> int: ...
     def free_and_total(self) -> tuple[int, int]: ...
+    def every_device(self) -> list[tuple[int, int]]: ...
 
 
 class Weights(Protocol):
@@ -90,7 +91,8 @@ class PooledRunner(ModelRunner, Protocol):
 
 
 class PooledDecoder(RowDecoder, Protocol):
-    """`models.cuda.decoder.CudaDecoder`: a row decoder whose KV pool can be replaced."""
+    """`models.cuda.decoder.CudaDecoder` or, over several GPUs, `models.parallel.leader.LeadingDecoder`: a row decoder whose KV pool
+    can be replaced."""
 
     @property
     def kv_bytes_per_page(self) -> int: ...
@@ -148,7 +150,7 @@ class DecoderWeights:
 
 @dataclass(frozen=True, slots=True)
 class GpuEngine:
-    """A loaded model on one GPU, before the models of that GPU have agreed on their KV pools."""
+    """A loaded model on its GPUs, before the models of these have agreed on their KV pools."""
 
     name: str
     model: Model
@@ -158,9 +160,9 @@ class GpuEngine:
     meter: Meter
 
     def memory(self) -> Mapping[int, Memory]:
-        """The model's GPU now."""
-        free, total = self.meter.free_and_total()
-        return {self.model.gpus[0]: Memory(total=total, free=free)}
+        """The model's GPUs now."""
+        found = zip(self.model.gpus, self.meter.every_device(), strict=True)
+        return {gpu: Memory(total=total, free=free) for gpu, (free, total) in found}
 
     def measure(self, prepare: Prepare) -> Claim:
         """What the model takes, found out with a pool of one context: graphs are captured and the largest steps run.

@@ -22,6 +22,7 @@ from algorithms.registry import AlgorithmError
 from ipc.messages import Active, Message, Submit, Warm
 from models.batch import ModelRunner
 from models.config import ModelError
+from models.parallel.ranks import Ranks
 from models.resident import is_resident
 from models.script import ScriptError
 from trouterd.child import CallError, Control, Refused
@@ -37,6 +38,7 @@ from trouterd.worker.request import Request
 from trouterd.worker.route import WorkerRoute, build_routes
 from trouterd.worker.sizing import agree
 from trouterd.worker.slot_setups import SlotSetups
+from trouterd.worker.split import with_ranks
 from trouterd.worker.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -232,12 +234,27 @@ def _describe(request: Request, now_ns: int) -> dict[str, Any]:
 
 async def run(control: Control) -> int:
     """Main function of the role; returns the exit code."""
+    name, server = control.boot.role, control.config.server
+    world = len(control.config.models[name].gpus)
+    if world <= 1:
+        return await _run(control, None)
+    return await with_ranks(
+        partial(_run, control),
+        control.last_words,
+        name,
+        world,
+        log_level=server.log_level,
+        log_format=server.log_format,
+    )
+
+
+async def _run(control: Control, ranks: Ranks | None) -> int:
     name = control.boot.role
     device = torch.device(control.config.models[name].device)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(initializer=use_device, initargs=(device,)))
     try:
         # In a thread: heartbeats and settings must be answered meanwhile.
-        loaded = await asyncio.to_thread(load_model, name, control.config)
+        loaded = await asyncio.to_thread(load_model, name, control.config, ranks)
         use_device(device)
         tokenizers = await asyncio.to_thread(load_tokenizers, control.config)
         config = control.config
