@@ -167,7 +167,8 @@ def _cut(
     top_k = tl.load(record + TOP_K)
     top_p = real(record, TOP_P)
     least = _least(record)
-    floor = least - _SLACK
+    # What min_p drops still counts in the weight of the top_k likeliest, of which top_p keeps a share.
+    floor = tl.where((top_k > 0) & (top_p < 1), NEVER, least - _SLACK)
     if top_k > 0:
         floor = tl.maximum(floor, _kth_best(bests, best, temperature, top_k, CHUNKS, SPAN))
     if top_p < 1:
