@@ -12,7 +12,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from ipc.messages import NackReason, Warm
 from models.batch import ModelRunner
 from models.kv_cache import KvCache
-from models.resident import is_resident
+from models.resident import Resident
 from trouterd.config import Route
 from trouterd.worker.active import ActiveCounts
 from trouterd.worker.events import Event, Events
@@ -186,6 +186,9 @@ class Worker:
     async def _collect(self, again: float) -> None:
         """Commit the steps that have ended; wait for one, but not longer than until something arrives or `again` comes."""
         outcome = self._poll()
+        if outcome is None:
+            # What has just arrived may have news for others.
+            self._pass_on()
         while outcome is None and self.stepper.in_flight:
             now = time.monotonic()
             if self._inbox or self._closing or now >= again:
@@ -266,7 +269,7 @@ class Worker:
 
 
 def _stepper(runner: ModelRunner, routes: dict[str, WorkerRoute], kv: KvCache, thread: Executor) -> Stepper:
-    if not is_resident(runner):
+    if not isinstance(runner, Resident):
         return SynchronousStepper(runner, kv.page_table, thread)
     kv.on_pages = runner.set_pages
     return PipelinedStepper(runner, routes.values(), kv.page_table, thread)
