@@ -25,7 +25,9 @@ class TorchRunner:
     def __init__(self, decoder: Decoder, attention: PagedAttention, *, num_pages: int, context_length: int) -> None:
         self._decoder = decoder
         self._attention = attention
-        self._device = attention.device
+        self.config = decoder.config
+        self.device = attention.device
+        self.dtype = decoder.embedding.dtype
         self.vocab_size = len(decoder.head)
         self.hidden_size = decoder.config.hidden_size
         self.embedding: torch.Tensor | None = decoder.embedding
@@ -77,6 +79,11 @@ class TorchRunner:
             )
         return cls(decoder, attention, num_pages=num_pages, context_length=context)
 
+    def allocate_kv(self, num_pages: int) -> None:
+        """A KV pool of another size; what the old one held is gone."""
+        self._attention.resize(num_pages)
+        self.num_pages = num_pages
+
     def step(self, batch: Batch) -> StepOutput:
         """Feed the rows, write their K and V, return logits and hidden states of the wanted rows."""
         with torch.inference_mode():
@@ -86,8 +93,8 @@ class TorchRunner:
                 self._padded(batch.positions, padding),
                 self._attention.prepare(batch),
             )
-            logits, hidden = self._decoder.logits(x[torch.from_numpy(batch.logit_rows).to(self._device)])
+            logits, hidden = self._decoder.logits(x[torch.from_numpy(batch.logit_rows).to(self.device)])
         return StepOutput(logits=logits, hidden=hidden)
 
     def _padded(self, values: IntArray, padding: int) -> torch.Tensor:
-        return torch.from_numpy(np.pad(values, (0, padding))).to(self._device)
+        return torch.from_numpy(np.pad(values, (0, padding))).to(self.device)

@@ -19,9 +19,9 @@ from models.cuda.decoder_weights import DecoderWeights, LayerWeights, MatrixKind
 from models.cuda.dummy import DummyWeights
 from models.cuda.heads import HeadShape
 from models.cuda.ragged_prefill import RaggedPrefill, flashinfer_present
-from models.cuda.shard import Shard
+from models.cuda.shard import FusedSums, Shard
 from models.cuda.support import check_device, check_model
-from models.cuda.tiles import TileShape, choose_tiles
+from models.cuda.tiles import LEAST_ROWS, TileShape, choose_tiles
 from models.rope import rotary_table
 from models.rows import Rows, Runs
 from models.weights import Checkpoint, resolve_dtype
@@ -30,8 +30,6 @@ LOAD_FORMATS = ("safetensors", "dummy")
 RAGGED_ROWS = 64
 RAGGED_KEYS = 4096
 """FlashInfer's prefill pays its plan where a run has so many rows and a context so many keys; below, ours is as fast."""
-LEAST_ROWS = 8
-"""The attention's output product runs over so many rows at least: for one row cuBLAS takes a kernel of half the speed."""
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
 """(layer, qkv, out): attention of all rows."""
@@ -59,8 +57,8 @@ class _Buffers:
     qkv: torch.Tensor
     attended: torch.Tensor
     """[max(T, LEAST_ROWS), heads * head_dim]; rows that are no active ones stay 0, so that whatever comes of them is finite."""
-    delta: torch.Tensor
-    """[max(T, LEAST_ROWS), H] what the last product adds to `x`."""
+    deltas: tuple[torch.Tensor, torch.Tensor]
+    """[max(T, LEAST_ROWS), H] what attention and what the MLP add to `x`."""
     gate_up: torch.Tensor
     act: torch.Tensor
 
@@ -104,6 +102,8 @@ class CudaDecoder:
         """Both [layers, num_pages + 1, kv_heads, page_size, head_dim]; the last page belongs to nobody."""
         self.rotations = _half_rotations(config, context_length, self.device)
         """[context_length, 2, head_dim / 2] float32 cos and sin."""
+        self.ragged_prefill = flashinfer_present()
+        """Long runs may take FlashInfer's kernel; False leaves them to the kernel of all others."""
         self.overlap = False
         """Start a small kernel while the product ahead of it ends; needs compute capability 9.0."""
         self.fast_path: FastPath | None = None
@@ -183,7 +183,7 @@ class CudaDecoder:
         activations = sum(count * width for count, width in self._buffer_sizes(rows).values())
         hidden = logit_rows * self.config.hidden_size
         wide = self.shard.world * len(self.weights.head)
-        logits = 4 * logit_rows * (wide if self.shard.world == 1 else wide + len(self.weights.head))
+        logits = 4 * logit_rows * (wide if self.shard.world == 1 else 2 * wide + len(self.weights.head))
         return attention + (activations + hidden) * self.dtype.itemsize + logits
 
     def allocate_kv(self, num_pages: int) -> None:
@@ -220,12 +220,14 @@ class CudaDecoder:
         from models.cuda.kernels.rotate_store import rotate_store
         from models.cuda.kernels.silu_mul import silu_mul
 
-        weights, eps, own = self.weights, self.config.rms_norm_eps, self._buffers(len(rows))
-        delta, overlap = own.delta[: len(rows)], self.overlap
+        weights, eps, overlap = self.weights, self.config.rms_norm_eps, self.overlap
+        sums = self.shard.fused(max(len(rows), LEAST_ROWS))
+        own = self._buffers(len(rows), sums)
+        attention, mlp = own.deltas
         rms_norm(weights.embedding, weights.layers[0].input_norm, eps, own.normed, index=rows.tokens, keep=own.x)
         for index, layer in enumerate(weights.layers):
             if index:
-                rms_norm(own.x, layer.input_norm, eps, own.normed, delta=delta, keep=own.x, overlap=overlap)
+                self._add_norm(mlp, own, layer.input_norm, sums)
             self._linear(own.normed, index, layer, "qkv", own.qkv)
             rotate_store(
                 own.qkv,
@@ -240,16 +242,40 @@ class CudaDecoder:
                 overlap=overlap,
             )
             attend(index, own.qkv, own.attended)
-            self._linear(own.attended, index, layer, "o", own.delta)
-            self.shard.all_reduce(delta)
-            rms_norm(own.x, layer.mlp_norm, eps, own.normed, delta=delta, keep=own.x, overlap=overlap)
+            self._linear(own.attended, index, layer, "o", attention)
+            self._add_norm(attention, own, layer.mlp_norm, sums)
             self._linear(own.normed, index, layer, "gate_up", own.gate_up)
             silu_mul(own.gate_up, own.act, overlap=overlap)
-            self._linear(own.act, index, layer, "down", delta)
-            self.shard.all_reduce(delta)
-        hidden = own.x.new_empty((len(rows.logit_rows), self.config.hidden_size))
-        rms_norm(own.x, weights.norm, eps, hidden, delta=delta, index=rows.logit_rows, overlap=overlap)
+            self._linear(own.act, index, layer, "down", mlp[: len(rows)])
+        hidden = self._last_norm(mlp, own, rows.logit_rows, sums)
         return StepOutput(logits=self._logits(hidden), hidden=hidden)
+
+    def _add_norm(self, delta: torch.Tensor, own: _Buffers, weight: torch.Tensor, sums: FusedSums | None) -> None:
+        """x += all ranks' deltas; normed = norm(x) * weight."""
+        from models.cuda.kernels.rms_norm import rms_norm
+
+        eps = self.config.rms_norm_eps
+        if sums is None:
+            self.shard.all_reduce(delta[: len(own.x)])
+            rms_norm(own.x, weight, eps, own.normed, delta=delta, keep=own.x, overlap=self.overlap)
+        else:
+            sums.add_norm(delta, own.x, weight, eps, own.normed, overlap=self.overlap)
+
+    def _last_norm(
+        self, delta: torch.Tensor, own: _Buffers, logit_rows: torch.Tensor, sums: FusedSums | None
+    ) -> torch.Tensor:
+        """[R, H] the LM head's input."""
+        from models.cuda.kernels.rms_norm import rms_norm
+
+        weight = self.weights.norm
+        if sums is not None:
+            self._add_norm(delta, own, weight, sums)
+            return own.normed.index_select(0, logit_rows)
+        self.shard.all_reduce(delta[: len(own.x)])
+        hidden = own.x.new_empty((len(logit_rows), self.config.hidden_size))
+        eps = self.config.rms_norm_eps
+        rms_norm(own.x, weight, eps, hidden, delta=delta, index=logit_rows, overlap=self.overlap)
+        return hidden
 
     def _linear(self, x: torch.Tensor, index: int, layer: LayerWeights, kind: MatrixKind, out: torch.Tensor) -> None:
         weight, bias = self.matrix(index, kind).t(), layer.biases.get(kind)
@@ -272,7 +298,7 @@ class CudaDecoder:
         return self._tiled_attention(rows)
 
     def _has_ragged(self) -> bool:
-        return self.dtype != torch.float32 and self.device.type == "cuda" and flashinfer_present()
+        return self.ragged_prefill and self.dtype != torch.float32 and self.device.type == "cuda"
 
     def _ragged_attention(self, rows: Rows, runs: Runs) -> Attend:
         if self._ragged is None:
@@ -330,13 +356,14 @@ class CudaDecoder:
             processors=self._processors,
         )
 
-    def _buffers(self, count: int) -> _Buffers:
+    def _buffers(self, count: int, sums: FusedSums | None) -> _Buffers:
         buffers = {
             name: torch.empty(size, dtype=self.dtype, device=self.device)
             for name, size in self._buffer_sizes(count).items()
         }
         buffers["attended"].zero_()
-        return _Buffers(**buffers)
+        delta = buffers.pop("delta")
+        return _Buffers(**buffers, deltas=(delta, delta) if sums is None else sums.parts(len(delta)))
 
     def _buffer_sizes(self, count: int) -> dict[str, tuple[int, int]]:
         shape, hidden, padded = self.shape, self.config.hidden_size, max(count, LEAST_ROWS)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+LEAST_ROWS = 8
+"""The attention's output product runs over so many rows at least: for one row cuBLAS takes a kernel of half the speed."""
 SMALL_ROWS = 256
 """Up to so many token rows a step is taken for decode and short extends."""
 _TILE_ROWS = 4

@@ -24,12 +24,17 @@ class WorkerRoute:
     """Route index of this worker's model."""
     eos_ids: frozenset[int]
     """Union over the route's models: any of them ends the request, whoever wrote it."""
+    context: RouteContext
     algorithm: Algorithm
     definition: Definition
     params: dict[str, float]
     """The numeric parameters in force; per-request overrides are laid over them."""
     on_peer_loss: str
     max_stall: int
+    version: int = 0
+    """Rises with every live change of the parameters."""
+    stay_rate: float = 1.0
+    """Share of this side's latest decisions that kept the request here; steps are queued ahead by it."""
 
     def model_at(self, destination: int) -> int:
         """Route index behind a destination number (0 = this side, k = the k-th other model)."""
@@ -45,6 +50,7 @@ class WorkerRoute:
         """
         params = validate_params(self.definition, settings.params, settings.models)
         self.params = numeric_params(params)
+        self.version += 1
         self.on_peer_loss = settings.on_peer_loss
         self.max_stall = settings.max_stall
 
@@ -90,6 +96,7 @@ def build_routes(
             workers=tuple(config.worker_index(m) for m in route.models),
             side=side,
             eos_ids=frozenset().union(*(eos_ids[m] for m in route.models)),
+            context=context,
             algorithm=build_side(definition, context, params),
             definition=definition,
             params=numeric_params(params),
