@@ -48,7 +48,7 @@ struct Params {
   float* partial;                  // [split tasks, 128 query rows, head_dim] attention of a part of the keys
   float* partial_sums;             // [split tasks, 128, 2] its maximum and sum
   unsigned* tickets;               // [64, kv_heads] zero between uses
-  unsigned* arrivals;              // the grid barrier's word
+  unsigned* arrivals;              // [SMs] the grid barrier's words
 
   // Results.
   float* logits;                   // [R, logit_stride]

@@ -25,9 +25,6 @@ struct Schedule {
   int base[MAX_ROWS + 1];          // first task
 };
 
-struct Task {
-  int run, head, block, part, group_id;  // group_id: the first part's task
-};
 
 DEVICE int query_blocks(const Params& p, int count) { return ceil_div(count * (p.heads / p.kv_heads), QUERY_BLOCK); }
 
@@ -90,14 +87,55 @@ DEVICE void make_schedule(const Params& p, Schedule& s) {
   sync_warp();
 }
 
-DEVICE Task find_task(const Params& p, const Schedule& s, int id) {
-  Task task;
-  task.run = 0;
-  while (s.base[task.run + 1] <= id) ++task.run;
-  const int inside = id - s.base[task.run], rest = inside / s.parts[task.run];
-  task.part = inside % s.parts[task.run];
-  task.group_id = id - task.part;
-  task.head = rest % p.kv_heads;
-  task.block = rest / p.kv_heads;
-  return task;
+// A row of K or V of its layer, in rows of head_dim.
+DEVICE int place(const Params& p, int slot, int head, int position) {
+  const int page = load_fixed_int(p.page_table + (long long)slot * p.page_stride + position / p.page_size);
+  return (page * p.kv_heads + head) * p.page_size + position % p.page_size;
 }
+
+// A task, as its warps see it.
+struct Task {
+  int first, count, start, slot, head;  // of the run
+  int block, queries;                   // first query row; end of the task's
+  int tall;                             // groups of 16 query rows, rounded up to 1, 2, 4 or 8; the other warps share keys
+  int tile, old_tiles, new_tiles;       // first tile of cached keys; tiles of cached keys and of the run's own
+  int part, parts;
+
+  Task() = default;
+  DEVICE Task(const Params& p, const Schedule& s, int id) {
+    int run = 0;
+    while (s.base[run + 1] <= id) ++run;
+    first = s.first[run];
+    count = s.count[run];
+    start = s.start[run];
+    slot = s.slot[run];
+    parts = s.parts[run];
+    const int inside = id - s.base[run], rest = inside / parts;
+    part = inside - rest * parts;
+    block = rest / p.kv_heads;
+    head = rest - block * p.kv_heads;
+    block *= QUERY_BLOCK;
+    queries = smaller(count * (p.heads / p.kv_heads), block + QUERY_BLOCK);
+    const int rows = ceil_div(queries - block, 16);
+    tall = rows <= 1 ? 1 : rows <= 2 ? 2 : rows <= 4 ? 4 : 8;
+    tile = part * s.tiles[run];
+    old_tiles = smaller(s.tiles[run], ceil_div(start, KEY_TILE) - tile);
+    new_tiles = part == parts - 1 ? ceil_div(count, KEY_TILE) : 0;
+  }
+};
+
+constexpr int PLACES = 64;
+
+// This SM's first task, the same in all layers.
+struct Plan {
+  Task task;
+  int places[PLACES];  // where its tiles of cached keys begin
+
+  // By one warp.
+  DEVICE void make(const Params& p, const Schedule& s, int id) {
+    const Task made(p, s, id);
+    if (lane() == 0) task = made;
+    for (int tile = lane(); tile < smaller(made.old_tiles, PLACES); tile += 32)
+      places[tile] = place(p, made.slot, made.head, (made.tile + tile) * KEY_TILE);
+  }
+};
