@@ -18,7 +18,7 @@ from models.rows import Rows
 MAX_ROWS = 64
 ROW_COUNTS = (8, 16, 32, 64)
 """Rows for which the kernel is compiled; a step takes the smallest that holds it."""
-_QUERY_BLOCK = 128
+_QUERY_BLOCK = 64
 _KEY_TILE = 16
 _SOURCES = Path(__file__).parent / "mega"
 

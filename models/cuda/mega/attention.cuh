@@ -7,7 +7,7 @@
 #pragma once
 
 struct Merge {
-  uint4* memory;     // 4 KB per warp, in the place of Reduction's sums: first query rows, then outputs
+  uint4* memory;     // 4 KB per warp, in the place of Reduction's sums: first query rows and own keys, then outputs
   float2* sums;      // [WARPS][16] maximum and sum
   float2* totals;    // [WARPS][16] the same over all warps of 16 query rows
   u32* last;         // whether this SM finishes a task's parts
@@ -95,7 +95,7 @@ struct Attention {
   }
 
   // A tile of 16 keys: lane (g, c) holds K of keys g and g + 8, and V of keys 2 c, 2 c + 1, 2 c + 8, 2 c + 9.
-  struct Tile16 {
+  struct Keys {
     uint4 k[2][BLOCKS], v[4][WIDE];
   };
   // What a warp has summed: rows g and g + 8 of 16 query rows.
@@ -104,56 +104,47 @@ struct Attention {
     float maximum[2], sum[2];
   };
 
-  // Tile `tile` of a task's cached keys. What lies behind the last one may be anything: its K gets no weight, its V is left out.
-  DEVICE void load_cached(const Task& task, bool planned, int tile, Tile16& to) const {
-    const int position = (task.tile + tile) * KEY_TILE;
-    const int row = planned && tile < PLACES ? plan.places[tile] : place(p, task.slot, task.head, position);
-    const bf16* k = k_cache + (long long)(row + g) * DIM + 8 * c;
-    const bf16* v = v_cache + (long long)(row + 2 * c) * DIM + 8 * g;
+  // Where tile `tile` of a task's cached keys begins.
+  DEVICE int begin(const Task& task, bool planned, int tile) const {
+    return planned && tile < PLACES ? plan.places[tile] : place(p, task.slot, task.head, (task.tile + tile) * KEY_TILE);
+  }
+  // K behind the last cached key may be anything: it gets no weight. V is left out.
+  DEVICE void load_k(int row, Keys& to) const {
+    const bf16* from = k_cache + (long long)(row + g) * DIM + 8 * c;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int b = 0; b < BLOCKS; ++b) to.k[half][b] = load_once(k + 8 * half * DIM + 32 * b);
+      for (int b = 0; b < BLOCKS; ++b) to.k[half][b] = load_once(from + 8 * half * DIM + 32 * b);
+  }
+  DEVICE void load_v(int row, int count, Keys& to) const {
+    const bf16* from = v_cache + (long long)(row + 2 * c) * DIM + 8 * g;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int key = i % 2 + 8 * (i / 2);
 #pragma unroll
       for (int b = 0; b < WIDE; ++b) {
         to.v[i][b] = make_uint4(0, 0, 0, 0);
-        if (position + 2 * c + key < task.start) to.v[i][b] = load_once(v + key * DIM + 64 * b);
+        if (2 * c + key < count) to.v[i][b] = load_once(from + key * DIM + 64 * b);
       }
     }
   }
+  DEVICE int left(const Task& task, int tile) const { return task.start - (task.tile + tile) * KEY_TILE; }
 
-  // Tile `tile` of the run's own keys. `at`: where key lane % 16 of it is to be stored, or -1.
-  DEVICE void load_own(const Task& task, int tile, int at, Tile16& to) const {
+  // V of tile `tile` of the run's own keys, to its page as well if this warp `writes`.
+  DEVICE void load_own(const Task& task, int tile, bool writes, Keys& to) const {
+    const bf16* from = projected(task.first + tile * KEY_TILE + 2 * c, p.heads + p.kv_heads + task.head) + 8 * g;
+    const int width = (p.heads + 2 * p.kv_heads) * DIM, count = task.count - tile * KEY_TILE;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int own = tile * KEY_TILE + 2 * c + i % 2 + 8 * (i / 2);
-      const bf16* from = projected(task.first + own, p.heads + p.kv_heads + task.head) + 8 * g;
+      const int key = i % 2 + 8 * (i / 2);
 #pragma unroll
       for (int b = 0; b < WIDE; ++b) {
         to.v[i][b] = make_uint4(0, 0, 0, 0);
-        if (own < task.count) to.v[i][b] = load_l2(from + 64 * b);
+        if (2 * c + key < count) to.v[i][b] = load_l2(from + key * width + 64 * b);
       }
     }
-#pragma unroll
-    for (int b = 0; b < BLOCKS; ++b) to.k[1][b] = make_uint4(0, 0, 0, 0);
-#pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-      const int own = tile * KEY_TILE + 8 * half + g, row = shuffle(at, 8 * half + g);
-      if (own - g >= task.count) break;
-      uint4 k[BLOCKS];
-      rotated(k, own < task.count, projected(task.first + own, p.heads + task.head), k_norm, task.start + own);
-#pragma unroll
-      for (int b = 0; b < BLOCKS; ++b) {
-        if (half == 0)
-          to.k[0][b] = k[b];
-        else
-          to.k[1][b] = k[b];
-        if (row >= 0) *reinterpret_cast<uint4*>(k_cache + (long long)row * DIM + 32 * b + 8 * c) = k[b];
-      }
-    }
+    if (!writes) return;
+    const int at = lane() < count ? place(p, task.slot, task.head, task.start + tile * KEY_TILE + lane() % KEY_TILE) : -1;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = shuffle(at, 2 * c + i % 2 + 8 * (i / 2));
@@ -163,10 +154,8 @@ struct Attention {
     }
   }
 
-  // Add one tile of keys, of which row half h sees the first `seen[h]`.
-  DEVICE void add_tile(Sums& w, const uint4* q, const Tile16& keys, const int (&seen)[2]) const {
-    const float scale = 1.4426950408889634f * (DIM == 128 ? 0.08838834764831845f : 0.125f);  // of powers of 2
-    float s[2][2][4] = {};
+  // q k^T of 16 query rows and a tile of keys.
+  DEVICE void score(const uint4* q, const Keys& keys, float (&s)[2][2][4]) const {
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
       const uint4 upper = q[b * 32], lower = q[(BLOCKS + b) * 32];
@@ -177,6 +166,11 @@ struct Attention {
         mma(s[half][1], upper.z, lower.z, upper.w, lower.w, k.z, k.w);
       }
     }
+  }
+
+  // Add a tile, of which row half h sees the first `seen[h]` keys.
+  DEVICE void add_tile(Sums& w, const float (&s)[2][2][4], const Keys& keys, const int (&seen)[2]) const {
+    const float scale = 1.4426950408889634f * (DIM == 128 ? 0.08838834764831845f : 0.125f);  // of powers of 2
     float shrink[2];
     u32 a[4];
 #pragma unroll
@@ -220,18 +214,47 @@ struct Attention {
       }
   }
 
-  // The task's query rows, 8 per warp and turn, as the operands of add_tile: [16 rows][half][block][lane].
-  DEVICE void load_queries(const Task& task, uint4* memory) const {
-#pragma unroll 1
-    for (int job = warp(); task.block + job * 8 < task.queries; job += WARPS) {
-      const int query = task.block + job * 8 + g, own = query / group;
-      uint4 q[BLOCKS];
-      rotated(q, query < task.queries, projected(task.first + own, task.head * group + query - own * group), q_norm,
-              task.start + own);
-      uint4* to = memory + job / 2 * MEMORY + job % 2 * BLOCKS * 32 + lane();
-#pragma unroll
-      for (int b = 0; b < BLOCKS; ++b) to[b * 32] = q[b];
+  // 8 rows of q or of the run's own K on their way to shared memory, as operands of add_tile: [16 rows][half][block][lane].
+  struct Job {
+    const bf16 *from, *norm;
+    uint4* to;
+    int position;
+    int at;       // K: where it is to be stored as well, or -1
+    bool exists;
+  };
+  DEVICE int query_jobs(const Task& task) const { return ceil_div(task.queries - task.block, 8); }
+  DEVICE uint4* own_keys(const Task& task, uint4* memory) const { return memory + task.tall * MEMORY; }
+
+  DEVICE Job make_job(const Task& task, int index, uint4* memory) const {
+    const int later = index - query_jobs(task);
+    Job job;
+    if (later < 0) {
+      const int query = task.block + index * 8 + g, own = query / group;
+      job.exists = query < task.queries;
+      job.from = projected(task.first + own, task.head * group + query - own * group);
+      job.norm = q_norm;
+      job.to = memory + index * (MEMORY / 2) + lane();
+      job.position = task.start + own;
+      job.at = -1;
+    } else {
+      const int own = later * 8 + g;
+      job.exists = own < task.count;
+      job.from = projected(task.first + own, p.heads + task.head);
+      job.norm = k_norm;
+      job.to = own_keys(task, memory) + later * (MEMORY / 2) + lane();
+      job.position = task.start + own;
+      job.at = job.exists && task.block == 0 ? place(p, task.slot, task.head, job.position) : -1;
     }
+    return job;
+  }
+  DEVICE void run_job(const Job& job) const {
+    uint4 x[BLOCKS];
+    rotated(x, job.exists, job.from, job.norm, job.position);
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b) job.to[b * 32] = x[b];
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b)
+      if (job.at >= 0) *reinterpret_cast<uint4*>(k_cache + (long long)job.at * DIM + 32 * b + 8 * c) = x[b];
   }
 
   DEVICE void store(const Task& task, int query, int column, float4 x) const {
@@ -360,57 +383,70 @@ struct Attention {
     }
   }
 
-  // This warp's tiles of keys: every `warps`-th of the cached ones from `mine` on, of the run's own ones from the other end.
+  // This warp's tiles of keys: every `warps`-th from `mine` on, first of the cached ones, then of the run's own.
   DEVICE void attend(Sums& w, const Task& task, bool planned, Merge& shared, const Grid& grid, bool waits) const {
     const int sixteen = warp() & (task.tall - 1), mine = warp() / task.tall, warps = WARPS / task.tall;
-    const int block = task.block + 16 * sixteen;
-    const int old_tiles = block < task.queries ? task.old_tiles : 0, new_tiles = block < task.queries ? task.new_tiles : 0;
+    const int block = task.block + 16 * sixteen, old = task.old_tiles;
+    const int tiles = block < task.queries ? old + task.new_tiles : 0;
     const bool writes = task.block == 0 && sixteen == 0;
-    Tile16 next;
-    int old = mine, own = warps - 1 - mine;
-    if (old < old_tiles) load_cached(task, planned, old, next);
-    ask_for_more(task, planned, old + warps, old_tiles, warps);
-    int at = own_place(task, writes && own < new_tiles, own);
+    Keys keys;
+    if (mine < smaller(old, tiles)) {
+      const int row = begin(task, planned, mine);
+      load_k(row, keys);
+      load_v(row, left(task, mine), keys);
+      ask_for_more(task, planned, mine + warps, old, warps);
+    }
+    // Query rows, and K of the run's own rows, come for all warps of the task.
+    const int jobs = query_jobs(task) + 2 * task.new_tiles;
+    int index = warp();
+    Job job = make_job(task, index, shared.memory);
+    if (waits) grid.wait();
+    mark(1);
+    if (mine >= old && mine < tiles) load_own(task, mine - old, writes, keys);
+#pragma unroll 1
+    for (;;) {
+      if (index < jobs) run_job(job);
+      index += WARPS;
+      if (index >= jobs) break;
+      job = make_job(task, index, shared.memory);
+    }
     int rows[2];  // the run's row of each half's query row
 #pragma unroll
     for (int half = 0; half < 2; ++half) rows[half] = (block + 8 * half + g) / group;
-    if (waits) grid.wait();
-    mark(1);
-    load_queries(task, shared.memory);
 #pragma unroll
     for (int i = 0; i < COLUMNS * 4; ++i) w.out[i / 4][i % 4] = 0.0f;
     w.maximum[0] = w.maximum[1] = -1e30f;
     w.sum[0] = w.sum[1] = 0.0f;
-    bool ready = false;
+    sync_consumers();
+    const uint4* q = shared.memory + sixteen * MEMORY + lane();
 #pragma unroll 1
-    while (own < new_tiles || old < old_tiles) {
-      Tile16 now;
+    for (int tile = mine; tile < tiles; tile += warps) {
+      const int next = tile + warps;
       int seen[2];
-      if (own < new_tiles) {
-        load_own(task, own, at, now);
-        const int first = own * KEY_TILE;
-        seen[0] = smaller(rows[0] + 1, task.count) - first;
-        seen[1] = smaller(rows[1] + 1, task.count) - first;
-        own += warps;
-        if (own < new_tiles) at = own_place(task, writes, own);
+      if (tile < old) {
+        seen[0] = seen[1] = left(task, tile);
       } else {
-        now = next;
-        seen[0] = seen[1] = task.start - (task.tile + old) * KEY_TILE;
-        old += warps;
-        if (old < old_tiles) load_cached(task, planned, old, next);
+        const int own = tile - old;
+        const uint4* k = own_keys(task, shared.memory) + own * MEMORY + lane();
+#pragma unroll
+        for (int b = 0; b < 2 * BLOCKS; ++b) keys.k[b / BLOCKS][b % BLOCKS] = k[b * 32];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) seen[half] = smaller(rows[half] + 1, task.count) - own * KEY_TILE;
       }
-      if (!ready) sync_consumers();  // the query rows are there
-      ready = true;
-      add_tile(w, shared.memory + sixteen * MEMORY + lane(), now, seen);
+      float s[2][2][4] = {};
+      score(q, keys, s);
+      int row = 0;
+      if (next < old) {
+        row = begin(task, planned, next);
+        load_k(row, keys);
+      }
+      add_tile(w, s, keys, seen);
+      if (next < old)
+        load_v(row, left(task, next), keys);
+      else if (next < tiles)
+        load_own(task, next - old, writes, keys);
     }
-    if (!ready) sync_consumers();
     mark(2);
-  }
-
-  // Where key lane % 16 of a tile of own keys is stored.
-  DEVICE int own_place(const Task& task, bool wanted, int tile) const {
-    const int key = tile * KEY_TILE + lane() % KEY_TILE;
-    return wanted && key < task.count ? place(p, task.slot, task.head, task.start + key) : -1;
   }
 
   // Have the first of this warp's further tiles on their way.

@@ -1,12 +1,12 @@
 // Attention's work list, made once per launch: lengths are the same in every layer.
 //
-// A task is one run's query rows of one KV head (up to 128 of them) over a part of the run's cached keys; the last part also
+// A task is one run's query rows of one KV head (up to 64 of them) over a part of the run's cached keys; the last part also
 // holds the run's own keys. Query row i * group + h is row i of the run, query head h of the group.
 #pragma once
 
 constexpr int MAX_ROWS = 64;
 constexpr int KEY_TILE = 16;       // keys that a warp takes at once
-constexpr int QUERY_BLOCK = 128;   // query rows of a task: 16 per warp at most
+constexpr int QUERY_BLOCK = 64;    // query rows of a task; they and 64 own keys fill the memory
 constexpr int CHOICES = 16;        // lengths of a part that are considered: PART_KEYS << choice
 
 // What a task costs besides its keys, and the merging of parts, in keys.
@@ -97,7 +97,7 @@ DEVICE int place(const Params& p, int slot, int head, int position) {
 struct Task {
   int first, count, start, slot, head;  // of the run
   int block, queries;                   // first query row; end of the task's
-  int tall;                             // groups of 16 query rows, rounded up to 1, 2, 4 or 8; the other warps share keys
+  int tall;                             // groups of 16 query rows, rounded up to 1, 2 or 4; the other warps share keys
   int tile, old_tiles, new_tiles;       // first tile of cached keys; tiles of cached keys and of the run's own
   int part, parts;
 
@@ -117,7 +117,7 @@ struct Task {
     block *= QUERY_BLOCK;
     queries = smaller(count * (p.heads / p.kv_heads), block + QUERY_BLOCK);
     const int rows = ceil_div(queries - block, 16);
-    tall = rows <= 1 ? 1 : rows <= 2 ? 2 : rows <= 4 ? 4 : 8;
+    tall = rows <= 1 ? 1 : rows <= 2 ? 2 : 4;
     tile = part * s.tiles[run];
     old_tiles = smaller(s.tiles[run], ceil_div(start, KEY_TILE) - tile);
     new_tiles = part == parts - 1 ? ceil_div(count, KEY_TILE) : 0;
