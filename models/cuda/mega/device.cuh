@@ -35,6 +35,15 @@ DEVICE int shuffle(int value, int source) { return __shfl_sync(~0u, value, sourc
 DEVICE u32 vote(bool value) { return __ballot_sync(~0u, value); }
 DEVICE int popcount(u32 bits) { return __popc(bits); }
 
+// To the compiler it is another value from here on.
+template <class T>
+DEVICE void keep_apart(T& value) {
+  if constexpr (sizeof(T) == 8)
+    asm volatile("" : "+l"(value));
+  else
+    asm volatile("" : "+r"(value));
+}
+
 // ---- global memory ----
 
 // Data that other SMs write during the launch: L1 is not coherent with them, so read at L2.

@@ -121,11 +121,15 @@ struct Forward {
     }
   }
 
-  DEVICE void run() {
+  DEVICE void schedule_attention() {
     if (warp() == WARPS - 1) {
       make_schedule(p, shared.schedule);
       if (cta() < shared.schedule.tasks) shared.plan.make(p, shared.schedule, cta());
     }
+    sync_consumers();
+  }
+
+  DEVICE void run() {
     sync_consumers();
     // One loop over all products, so that each kind of tile is in the code once: instruction caches are small.
 #pragma unroll 1
@@ -147,6 +151,7 @@ struct Forward {
       mark(4);
       if (kind != QKV) continue;
 #ifndef MEGA_WITHOUT_ATTENTION
+      if (layer == 0) schedule_attention();
       mark_phase(layer == p.layers / 2, KINDS);
       mark(0);
       Attention<MEGA_HEAD_DIM>(p, shared.schedule, shared.plan, layer).run(merge, grid);

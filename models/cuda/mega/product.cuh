@@ -100,7 +100,7 @@ struct Tile {
   static constexpr int CHAINS = UNITS <= 4 && P::OWN <= 2 ? 2 : 1;
 
   // Blocks whose activations are in flight together: what registers leave room for, twice, and not more than a chunk has.
-  static constexpr int SUMS = CHAINS * UNITS * P::TALL * 4, ROOM = SUMS <= 32 ? 120 : SUMS <= 64 ? 80 : SUMS <= 96 ? 56 : 40;
+  static constexpr int SUMS = CHAINS * UNITS * P::TALL * 4, ROOM = SUMS <= 64 ? 48 : 32;
   static constexpr int WISH = ROOM / (8 * P::OWN + (NORM ? 8 : 0)), MOST = STAGE_BYTES / (BLOCK_BYTES * UNITS);
   static constexpr int DEPTH = WISH < 1 ? 1 : WISH < MOST ? WISH : MOST;
 
@@ -111,6 +111,7 @@ struct Tile {
 
   const Product& product;
   Ring& ring;
+  const bf16* norm;
   u32 first_chunk;
   int blocks, step, deep;
   const bf16* rows[P::OWN];
@@ -118,8 +119,13 @@ struct Tile {
   float squares[P::OWN];
 
   DEVICE Tile(const Product& product, Ring& ring, u32 first_chunk, int blocks, int step)
-      : product(product), ring(ring), first_chunk(first_chunk), blocks(blocks), step(step) {
+      : product(product), ring(ring), norm(product.norm), first_chunk(first_chunk), blocks(blocks), step(step) {
     deep = warp() / P::HALVES;
+    // Or all sizes of tiles would share their addresses, and registers would be short for the whole time.
+    keep_apart(this->norm);
+    keep_apart(this->first_chunk);
+    keep_apart(this->step);
+    keep_apart(deep);
 #pragma unroll
     for (int own = 0; own < P::OWN; ++own) squares[own] = 0.0f;
 #pragma unroll
@@ -143,18 +149,26 @@ struct Tile {
     }
   }
 
-  // Blocks `begin` ... `end`, at most DEPTH.
+  // Blocks `begin` ... `end`, at most DEPTH; the rest is set all the same, or its registers would be taken all the time.
   DEVICE void load_scales(Piece& to, int begin, int end) const {
 #pragma unroll
-    for (int i = 0; i < (NORM ? DEPTH : 0); ++i)
-      if (begin + i < end) to.scales[i] = load_fixed(product.norm + (begin + i) * 32 + lane() % 4 * 8);
+    for (int i = 0; i < (NORM ? DEPTH : 0); ++i) {
+      if (begin + i < end)
+        to.scales[i] = load_fixed(norm + (begin + i) * 32 + lane() % 4 * 8);
+      else
+        to.scales[i] = make_uint4(0, 0, 0, 0);
+    }
   }
   DEVICE void load_rows(Piece& to, int begin, int end) const {
 #pragma unroll
     for (int i = 0; i < DEPTH; ++i)
 #pragma unroll
-      for (int own = 0; own < P::OWN; ++own)
-        if (begin + i < end) to.x[i][own] = load_l2(rows[own] + (begin + i) * 32);
+      for (int own = 0; own < P::OWN; ++own) {
+        if (begin + i < end)
+          to.x[i][own] = load_l2(rows[own] + (begin + i) * 32);
+        else
+          to.x[i][own] = make_uint4(0, 0, 0, 0);
+      }
   }
 
   // `data` is this lane's part of the first block's weights.
@@ -192,10 +206,11 @@ struct Tile {
     load_scales(next, at, end);
     if (waits) grid.wait();
     mark(1);
-    const int group = warp() % P::HALVES * P::OWN;
+    int row = warp() % P::HALVES * P::OWN * 8 + lane() / 4;
+    keep_apart(row);
 #pragma unroll
     for (int own = 0; own < P::OWN; ++own)
-      rows[own] = product.source.row((group + own) * 8 + lane() / 4) + lane() % 4 * 8;
+      rows[own] = product.source.row(row + own * 8) + lane() % 4 * 8;
     load_rows(next, at, end);
     const unsigned char* data = nullptr;
 #pragma unroll 1

@@ -10,12 +10,13 @@ constexpr int QUERY_BLOCK = 64;    // query rows of a task; they and 64 own keys
 constexpr int CHOICES = 16;        // lengths of a part that are considered: PART_KEYS << choice
 
 // What a task costs besides its keys, and the merging of parts, in keys.
-#ifndef MEGA_PART_KEYS
-#define MEGA_PART_KEYS 128
+#ifndef MEGA_PART_SHIFT
+#define MEGA_PART_SHIFT 7
 #define MEGA_TASK_COST 256
 #define MEGA_MERGE_COST 512
 #endif
-constexpr int PART_KEYS = MEGA_PART_KEYS;
+constexpr int PART_SHIFT = MEGA_PART_SHIFT;
+constexpr int PART_KEYS = 1 << PART_SHIFT;
 
 struct Schedule {
   int runs, tasks;
@@ -28,12 +29,20 @@ struct Schedule {
 
 DEVICE int query_blocks(const Params& p, int count) { return ceil_div(count * (p.heads / p.kv_heads), QUERY_BLOCK); }
 
+// Parts of a run with `start` cached keys.
+DEVICE int parts_of(int start, int choice) {
+  const int shift = PART_SHIFT + choice;
+  return choice < CHOICES - 1 ? larger((start + (1 << shift) - 1) >> shift, 1) : 1;
+}
+
 // Cost of a choice in keys: an SM's tasks one after the other, each with a fixed part, and the merging of parts.
-DEVICE int part_cost(const Params& p, const Schedule& s, int keys, int& tasks) {
+DEVICE int part_cost(const Params& p, const Schedule& s, int choice, int& tasks) {
+  const int keys = choice < CHOICES - 1 ? PART_KEYS << choice : 0x7fffffff;
   int longest = 0;
   tasks = 0;
+#pragma unroll 1
   for (int run = 0; run < s.runs; ++run) {
-    tasks += query_blocks(p, s.count[run]) * larger(ceil_div(s.start[run], keys), 1);
+    tasks += query_blocks(p, s.count[run]) * parts_of(s.start[run], choice);
     longest = larger(longest, s.start[run]);
   }
   tasks *= p.kv_heads;
@@ -60,9 +69,8 @@ DEVICE void make_schedule(const Params& p, Schedule& s) {
   sync_warp();
   // The cheapest choice; the last one does not split.
   const int choice = lane() < CHOICES ? lane() : CHOICES - 1;
-  const int keys = choice < CHOICES - 1 ? PART_KEYS << choice : 0x7fffffff;
   int tasks;
-  int cost = part_cost(p, s, keys, tasks);
+  int cost = part_cost(p, s, choice, tasks);
   if (choice < CHOICES - 1 && tasks > p.split_tasks) cost = 0x3fffffff;
   int best = choice;
   for (int mask = 1; mask < 32; mask *= 2) {
@@ -74,9 +82,10 @@ DEVICE void make_schedule(const Params& p, Schedule& s) {
   }
   if (lane() == 0) {
     int base = 0;
+#pragma unroll 1
     for (int run = 0; run < runs; ++run) {
       const int all = ceil_div(s.start[run], KEY_TILE);
-      const int wanted = best < CHOICES - 1 ? larger(ceil_div(s.start[run], PART_KEYS << best), 1) : 1;
+      const int wanted = parts_of(s.start[run], best);
       s.tiles[run] = larger(ceil_div(all, wanted), 1);
       s.parts[run] = larger(ceil_div(all, s.tiles[run]), 1);
       s.base[run] = base;

@@ -143,6 +143,9 @@ DEVICE u32 vote(bool value) {
 DEVICE int popcount(u32 bits) { return __builtin_popcount(bits); }
 
 template <class T>
+DEVICE void keep_apart(T&) {}
+
+template <class T>
 T load(const void* at) {
   if (reinterpret_cast<uintptr_t>(at) % sizeof(T) != 0) emulator::fail("misaligned load");
   T value;
