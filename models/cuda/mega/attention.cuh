@@ -26,16 +26,20 @@ struct Attention {
   const bf16 *q_norm, *k_norm;              // or nullptr
   bf16 *k_cache, *v_cache;
   const int group;                          // query heads of a KV head
+  const u32 inverse;                        // of it, as a fraction of 2^24
   const int g, c;                           // lane = 4 g + c
 
   DEVICE Attention(const Params& p, const Schedule& schedule, const Plan& plan, int layer)
-      : p(p), schedule(schedule), plan(plan), group(p.heads / p.kv_heads), g(lane() / 4), c(lane() % 4) {
+      : p(p), schedule(schedule), plan(plan), group(p.heads / p.kv_heads), inverse((1u << 24) / group + 1), g(lane() / 4), c(lane() % 4) {
     const bf16* vectors = p.vectors + (long long)layer * p.vector_stride;
     q_norm = p.q_norm < 0 ? nullptr : vectors + p.q_norm;
     k_norm = p.k_norm < 0 ? nullptr : vectors + p.k_norm;
     k_cache = p.k_cache + layer * p.cache_layer;
     v_cache = p.v_cache + layer * p.cache_layer;
   }
+
+  // The run's row of a query row: query / group.
+  DEVICE int run_row(int query) const { return static_cast<int>(static_cast<u64>(query) * inverse >> 24); }
 
   DEVICE const bf16* projected(int row, int head) const {
     return p.qkv + ((long long)row * (p.heads + 2 * p.kv_heads) + head) * DIM;
@@ -130,8 +134,8 @@ struct Attention {
   }
   DEVICE int left(const Task& task, int tile) const { return task.start - (task.tile + tile) * KEY_TILE; }
 
-  // V of tile `tile` of the run's own keys, to its page as well if this warp `writes`.
-  DEVICE void load_own(const Task& task, int tile, bool writes, Keys& to) const {
+  // V of tile `tile` of the run's own keys.
+  DEVICE void load_own(const Task& task, int tile, Keys& to) const {
     const bf16* from = projected(task.first + tile * KEY_TILE + 2 * c, p.heads + p.kv_heads + task.head) + 8 * g;
     const int width = (p.heads + 2 * p.kv_heads) * DIM, count = task.count - tile * KEY_TILE;
 #pragma unroll
@@ -142,15 +146,6 @@ struct Attention {
         to.v[i][b] = make_uint4(0, 0, 0, 0);
         if (2 * c + key < count) to.v[i][b] = load_l2(from + key * width + 64 * b);
       }
-    }
-    if (!writes) return;
-    const int at = lane() < count ? place(p, task.slot, task.head, task.start + tile * KEY_TILE + lane() % KEY_TILE) : -1;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = shuffle(at, 2 * c + i % 2 + 8 * (i / 2));
-#pragma unroll
-      for (int b = 0; b < WIDE; ++b)
-        if (row >= 0) *reinterpret_cast<uint4*>(v_cache + (long long)row * DIM + 64 * b + 8 * g) = to.v[i][b];
     }
   }
 
@@ -214,51 +209,64 @@ struct Attention {
       }
   }
 
-  // 8 rows of q or of the run's own K on their way to shared memory, as operands of add_tile: [16 rows][half][block][lane].
+  // 8 rows on their way: q and the run's own K to shared memory, as operands of add_tile: [16 rows][half][block][lane]; own K
+  // and V to their pages. By one warp.
   struct Job {
     const bf16 *from, *norm;
-    uint4* to;
+    uint4* to;    // or nullptr for V
+    bf16* page;   // or nullptr
     int position;
-    int at;       // K: where it is to be stored as well, or -1
     bool exists;
   };
   DEVICE int query_jobs(const Task& task) const { return ceil_div(task.queries - task.block, 8); }
+  DEVICE int own_jobs(const Task& task) const { return task.new_tiles == 0 ? 0 : ceil_div(task.count, 8); }
+  // The first of the task's query rows also bring the run's K and V to their pages.
+  DEVICE int all_jobs(const Task& task) const { return query_jobs(task) + own_jobs(task) * (task.block == 0 ? 2 : 1); }
   DEVICE uint4* own_keys(const Task& task, uint4* memory) const { return memory + task.tall * MEMORY; }
 
   DEVICE Job make_job(const Task& task, int index, uint4* memory) const {
-    const int later = index - query_jobs(task);
-    Job job;
-    if (later < 0) {
-      const int query = task.block + index * 8 + g, own = query / group;
+    Job job = {nullptr, nullptr, nullptr, nullptr, 0, false};
+    const int queries = query_jobs(task), keys = own_jobs(task);
+    if (index < queries) {
+      const int query = task.block + index * 8 + g, own = run_row(query);
       job.exists = query < task.queries;
       job.from = projected(task.first + own, task.head * group + query - own * group);
       job.norm = q_norm;
       job.to = memory + index * (MEMORY / 2) + lane();
       job.position = task.start + own;
-      job.at = -1;
-    } else {
-      const int own = later * 8 + g;
+    } else if (index < all_jobs(task)) {
+      const bool v = index >= queries + keys;
+      const int eight = index - queries - (v ? keys : 0), own = eight * 8 + g;
       job.exists = own < task.count;
-      job.from = projected(task.first + own, p.heads + task.head);
+      job.from = projected(task.first + own, p.heads + task.head + (v ? p.kv_heads : 0));
       job.norm = k_norm;
-      job.to = own_keys(task, memory) + later * (MEMORY / 2) + lane();
+      if (!v) job.to = own_keys(task, memory) + eight * (MEMORY / 2) + lane();
       job.position = task.start + own;
-      job.at = job.exists && task.block == 0 ? place(p, task.slot, task.head, job.position) : -1;
+      if (job.exists && task.block == 0)
+        job.page = (v ? v_cache : k_cache) + (long long)place(p, task.slot, task.head, job.position) * DIM;
     }
     return job;
   }
   DEVICE void run_job(const Job& job) const {
     uint4 x[BLOCKS];
-    rotated(x, job.exists, job.from, job.norm, job.position);
+    if (job.to != nullptr) {
+      rotated(x, job.exists, job.from, job.norm, job.position);
 #pragma unroll
-    for (int b = 0; b < BLOCKS; ++b) job.to[b * 32] = x[b];
+      for (int b = 0; b < BLOCKS; ++b) job.to[b * 32] = x[b];
+    } else {
+#pragma unroll
+      for (int b = 0; b < BLOCKS; ++b) {
+        x[b] = make_uint4(0, 0, 0, 0);
+        if (job.exists) x[b] = load_l2(job.from + 32 * b + 8 * c);
+      }
+    }
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b)
-      if (job.at >= 0) *reinterpret_cast<uint4*>(k_cache + (long long)job.at * DIM + 32 * b + 8 * c) = x[b];
+      if (job.page != nullptr) *reinterpret_cast<uint4*>(job.page + 32 * b + 8 * c) = x[b];
   }
 
   DEVICE void store(const Task& task, int query, int column, float4 x) const {
-    const int own = query / group, head = task.head * group + query - own * group;
+    const int own = run_row(query), head = task.head * group + query - own * group;
     u32* to = reinterpret_cast<u32*>(p.attended + ((long long)(task.first + own) * p.heads + head) * DIM);
     to[feature(column) / 2] = pack(x.x, x.y);
     to[feature(column) / 2 + 4] = pack(x.z, x.w);
@@ -388,7 +396,6 @@ struct Attention {
     const int sixteen = warp() & (task.tall - 1), mine = warp() / task.tall, warps = WARPS / task.tall;
     const int block = task.block + 16 * sixteen, old = task.old_tiles;
     const int tiles = block < task.queries ? old + task.new_tiles : 0;
-    const bool writes = task.block == 0 && sixteen == 0;
     Keys keys;
     if (mine < smaller(old, tiles)) {
       const int row = begin(task, planned, mine);
@@ -396,13 +403,16 @@ struct Attention {
       load_v(row, left(task, mine), keys);
       ask_for_more(task, planned, mine + warps, old, warps);
     }
+    int rows[2];  // the run's row of each half's query row
+#pragma unroll
+    for (int half = 0; half < 2; ++half) rows[half] = run_row(block + 8 * half + g);
     // Query rows, and K of the run's own rows, come for all warps of the task.
-    const int jobs = query_jobs(task) + 2 * task.new_tiles;
+    const int jobs = all_jobs(task);
     int index = warp();
     Job job = make_job(task, index, shared.memory);
     if (waits) grid.wait();
     mark(1);
-    if (mine >= old && mine < tiles) load_own(task, mine - old, writes, keys);
+    if (mine >= old && mine < tiles) load_own(task, mine - old, keys);
 #pragma unroll 1
     for (;;) {
       if (index < jobs) run_job(job);
@@ -410,9 +420,6 @@ struct Attention {
       if (index >= jobs) break;
       job = make_job(task, index, shared.memory);
     }
-    int rows[2];  // the run's row of each half's query row
-#pragma unroll
-    for (int half = 0; half < 2; ++half) rows[half] = (block + 8 * half + g) / group;
 #pragma unroll
     for (int i = 0; i < COLUMNS * 4; ++i) w.out[i / 4][i % 4] = 0.0f;
     w.maximum[0] = w.maximum[1] = -1e30f;
@@ -444,7 +451,7 @@ struct Attention {
       if (next < old)
         load_v(row, left(task, next), keys);
       else if (next < tiles)
-        load_own(task, next - old, writes, keys);
+        load_own(task, next - old, keys);
     }
     mark(2);
   }
