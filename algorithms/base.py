@@ -33,6 +33,8 @@ class RouteContext:
     vocab_size: int
     hidden_size: int
     device: torch.device
+    embedding: torch.Tensor | None = None
+    """[rows >= vocab_size, E] of this worker's model, on `device`; None where there are no weights (a script)."""
 
     def destination(self, model: int) -> int:
         """Destination number of route index `model` as seen from this side: 0 = stay, k = the k-th other model."""
@@ -60,7 +62,7 @@ class StepResult:
     params: dict[str, torch.Tensor]
     """Each numeric parameter of the algorithm as a per-row float32 tensor [R] (per-request overrides are already in it)."""
     state: list[dict[str, float]]
-    """[R] per-request scratch space of this side, kept from step to step; empty at first."""
+    """[R] per-request scratch space of this side, kept from step to step; empty at first. Not for `pure` algorithms."""
 
 
 @dataclass(slots=True)
@@ -136,7 +138,11 @@ class Algorithm:
     """True: the sampled token is kept and travels in the suffix. False: it is dropped and the peer writes its position.
     A class attribute, or set in `__init__` where it depends on the parameters: read it from the instance."""
     pure: ClassVar[bool] = True
-    """`route` is tensor code without host synchronisation, so that it can be captured in a graph. Set by overriding `decide`."""
+    """`route` may run on the device, captured in a graph and behind a step whose results nobody has seen yet: it is tensor code
+    of fixed shapes that never looks at values on the host (no item(), tolist(), bool() of a tensor), it neither reads nor
+    writes `StepResult.state`, and it keeps no state of its own. Overriding `decide` clears it; a class whose `route` keeps
+    state of its own has to clear it itself. The other breaches are found when a worker starts; such algorithms are decided by the
+    host, which costs the steps that they are in their place in the queue."""
 
     def __init__(self, context: RouteContext, params: msgspec.Struct) -> None:
         self.context = context

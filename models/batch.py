@@ -56,6 +56,8 @@ class ModelRunner(Protocol):
     context_length: int
     page_size: int
     num_pages: int
+    embedding: torch.Tensor | None
+    """[rows >= vocab_size, E] the token embedding, for routing algorithms that look tokens up; None without weights."""
 
     @property
     def inline(self) -> bool:

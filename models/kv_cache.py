@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,6 +34,8 @@ class KvCache:
         self._slots: list[_Slot | None] = [None] * max_slots
         self._idle_slots = list(range(max_slots - 1, -1, -1))
         self.page_table: PageTable = np.zeros((max_slots, -(-max_context // page_size)), np.int32)
+        self.on_pages: Callable[[int, int, Sequence[int]], None] = _nobody
+        """Told of entries of the page table that hold something new: slot, index of the first one, page numbers."""
 
     @property
     def capacity_tokens(self) -> int:
@@ -73,7 +75,7 @@ class KvCache:
         for page in held.pages:
             self._pool.retain(page)
         self._prefixes.touch(held.chain)
-        self.page_table[slot, : len(held.pages)] = held.pages
+        self._enter(slot, 0, held.pages)
         return len(held.pages) * self.page_size
 
     def reserve(self, slot: int, length: int) -> bool:
@@ -95,7 +97,7 @@ class KvCache:
             self._prefixes.evict(needed - self._pool.free)
         fresh = [self._pool.allocate() for _ in range(needed)]
         held.pages += fresh
-        self.page_table[slot, count : count + needed] = fresh
+        self._enter(slot, count, fresh)
         return True
 
     def truncate(self, slot: int, length: int) -> int:
@@ -186,8 +188,13 @@ class KvCache:
             self._pool.retain(node.page)
             self._pool.release(page)
             held.pages[index] = node.page
-            self.page_table[slot, index] = node.page
+            self._enter(slot, index, [node.page])
         held.chain.append(node)
+
+    def _enter(self, slot: int, first: int, pages: Sequence[int]) -> None:
+        if pages:
+            self.page_table[slot, first : first + len(pages)] = pages
+            self.on_pages(slot, first, pages)
 
     def _release(self, slot: int, held: _Slot, keep: int) -> None:
         for page in reversed(held.pages[keep:]):
@@ -198,3 +205,7 @@ class KvCache:
         del held.chain[keep:]
         if self._prefixes is not None and dropped:
             self._prefixes.touch(dropped)
+
+
+def _nobody(slot: int, first: int, pages: Sequence[int]) -> None:
+    del slot, first, pages

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -138,14 +138,22 @@ class Resident(ModelRunner, Protocol):
         ...
 
     def launch(self, rows: StepRows) -> int:
-        """Queue a step behind those in flight, after everything that was set up. Returns its number, rising from 1."""
+        """Queue a step behind those in flight, after everything that was set up. Returns its number, rising from 1.
+
+        When it raises, nothing was queued. The same object is given again while nothing in it changes.
+        """
         ...
 
     def poll(self) -> StepRecord | None:
-        """The record of the oldest step not yet polled, or None while it runs. Never blocks."""
+        """The record of the oldest step not yet polled, or None while it runs. Never blocks. When it raises, the device is lost."""
         ...
 
     @property
     def in_flight(self) -> int:
         """Steps launched and not yet polled."""
         ...
+
+
+def is_resident(runner: ModelRunner) -> TypeGuard[Resident]:
+    """Whether the runner takes steps ahead of their results."""
+    return hasattr(runner, "launch")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -64,6 +64,8 @@ class RowDecoder(Protocol):
     context_length: int
     page_size: int
     num_pages: int
+    embedding: torch.Tensor
+    """[rows >= vocab_size, H] the token embedding, for routing algorithms that look tokens up."""
 
     def forward(self, rows: Rows, runs: Runs | None = None) -> StepOutput:
         """Feed the rows, write K and V of the active ones, give logits and hidden states of `logit_rows`.
@@ -71,4 +73,13 @@ class RowDecoder(Protocol):
         Only enqueues work on the current stream: no host synchronisation, and none of the tensors' contents are read on the
         host, so that the call can be captured. With `runs` (never while capturing) kernels may be chosen and planned by it.
         """
+        ...
+
+
+@runtime_checkable
+class Accompanied(Protocol):
+    """A `RowDecoder` whose `forward` also runs elsewhere, where it is captured when it is captured here."""
+
+    def replaying(self, rows: int, logit_rows: int) -> None:
+        """A graph that holds a captured `forward` of so many rows and logit rows is replayed next."""
         ...

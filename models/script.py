@@ -77,6 +77,7 @@ class ScriptRunner:
     ) -> None:
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
+        self.embedding: torch.Tensor | None = None
         self.context_length = context_length
         self.page_size = page_size
         self.num_pages = num_pages

@@ -9,7 +9,7 @@ import torch
 
 from models.attention import PagedAttention
 from models.batch import Batch, IntArray, StepOutput
-from models.config import ModelConfig, ModelError
+from models.config import ModelConfig
 from models.decoder import Decoder
 from models.weights import resolve_dtype
 
@@ -25,9 +25,12 @@ class TorchRunner:
     def __init__(self, decoder: Decoder, attention: PagedAttention, *, num_pages: int, context_length: int) -> None:
         self._decoder = decoder
         self._attention = attention
-        self._device = attention.device
+        self.config = decoder.config
+        self.device = attention.device
+        self.dtype = decoder.embedding.dtype
         self.vocab_size = len(decoder.head)
         self.hidden_size = decoder.config.hidden_size
+        self.embedding: torch.Tensor | None = decoder.embedding
         self.context_length = context_length
         self.page_size = attention.page_size
         self.num_pages = num_pages
@@ -60,12 +63,7 @@ class TorchRunner:
         """
         directory = Path(path)
         config = ModelConfig.load(directory)
-        context = config.context_length if context_length is None else context_length
-        if context > config.context_length:
-            raise ModelError(f"{directory}: context_length {context} is over the model's {config.context_length}")
-        ids = config.vocab_size if vocab_size is None else vocab_size
-        if ids > config.vocab_size:
-            raise ModelError(f"{directory}: the tokenizer has {ids} ids, the model only {config.vocab_size} embeddings")
+        ids, context = config.served(directory, vocab_size, context_length)
         kind, place = resolve_dtype(dtype, config), torch.device(device)
         with torch.no_grad():
             decoder = Decoder(directory, config, dtype=kind, device=place, context_length=context, vocab_size=ids)
@@ -81,6 +79,11 @@ class TorchRunner:
             )
         return cls(decoder, attention, num_pages=num_pages, context_length=context)
 
+    def allocate_kv(self, num_pages: int) -> None:
+        """A KV pool of another size; what the old one held is gone."""
+        self._attention.resize(num_pages)
+        self.num_pages = num_pages
+
     def step(self, batch: Batch) -> StepOutput:
         """Feed the rows, write their K and V, return logits and hidden states of the wanted rows."""
         with torch.inference_mode():
@@ -90,8 +93,8 @@ class TorchRunner:
                 self._padded(batch.positions, padding),
                 self._attention.prepare(batch),
             )
-            logits, hidden = self._decoder.logits(x[torch.from_numpy(batch.logit_rows).to(self._device)])
+            logits, hidden = self._decoder.logits(x[torch.from_numpy(batch.logit_rows).to(self.device)])
         return StepOutput(logits=logits, hidden=hidden)
 
     def _padded(self, values: IntArray, padding: int) -> torch.Tensor:
-        return torch.from_numpy(np.pad(values, (0, padding))).to(self._device)
+        return torch.from_numpy(np.pad(values, (0, padding))).to(self.device)

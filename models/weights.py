@@ -11,15 +11,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from models.config import ModelConfig, ModelError, read_json
+from models.shape import Shape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_FILE_DTYPES = ("F64", "F32", "F16", "BF16")
+"""As safetensors names them; whatever else there is, is quantised."""
 _SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 # Buffers that old checkpoints saved although they follow from config.json.
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
 
-def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
+def resolve_dtype(name: str, config: Shape) -> torch.dtype:
     """The torch dtype of "float32", "bfloat16" or "auto" (what the checkpoint declares). Raises ModelError."""
     resolved = config.dtype if name == "auto" else name
     if resolved not in DTYPES:
@@ -69,31 +72,33 @@ class Checkpoint:
 
     def __init__(self, directory: Path, config: ModelConfig) -> None:
         self._directory = Path(directory)
-        self._files = _locate(self._directory)
+        self._files = locate(self._directory)
         self._expected: dict[str, tuple[int, ...]] = {}
         self._check(config)
         self._handles: dict[Path, Any] = {}
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """One tensor, converted and moved."""
+        # A copy, aligned and independent of the mapped file, which may be replaced while the model runs.
+        return self.part(name, (slice(None),)).to(device=device, dtype=dtype, copy=True)
+
+    def part(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        """A part of one tensor as the file holds it, on the host; it may lie in the mapped file, so copy it at once."""
         path = self._files[name]
         with _named(path):
             if path not in self._handles:
                 self._handles[path] = safe_open(path, framework="pt")
-            tensor: torch.Tensor = self._handles[path].get_tensor(name)
-        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
-            raise ModelError(f"{path}: {name}: dtype {tensor.dtype} is not supported; use float32, float16 or bfloat16")
-        # A copy, aligned and independent of the mapped file, which may be replaced while the model runs.
-        return tensor.to(device=device, dtype=dtype, copy=True)
+            tensor: torch.Tensor = self._handles[path].get_slice(name)[index]
+        return tensor
 
     def _check(self, config: ModelConfig) -> None:
-        index = self._directory / (_SINGLE if (self._directory / _SINGLE).exists() else _INDEX)
+        index = self._directory / (_SINGLE if (self._directory / _SINGLE).exists() else INDEX)
         for name, shape in expected_tensors(config):
             if name not in self._files:
                 raise ModelError(f"{index}: tensor {name} is missing")
             self._expected[name] = shape
         for name in self._files:
-            known = name in self._expected or name.endswith(_IGNORED_SUFFIXES)
+            known = name in self._expected or name.endswith(IGNORED_SUFFIXES)
             # Tied checkpoints may hold the LM head a second time.
             if not known and not (config.tied and name == "lm_head.weight"):
                 raise ModelError(f"{index}: tensor {name} is not part of a {config.family} model of this shape")
@@ -102,24 +107,28 @@ class Checkpoint:
 
     def _check_shapes(self, path: Path) -> None:
         with _named(path), safe_open(path, framework="pt") as file:
-            held = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  (no mapping)
+            headers = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
+            held = {name: (tuple(header.get_shape()), header.get_dtype()) for name, header in headers.items()}
         for name, shape in self._expected.items():
             if self._files[name] != path:
                 continue
             if name not in held:
-                raise ModelError(f"{path}: tensor {name} is missing, though {_INDEX} places it here")
-            if held[name] != shape:
-                raise ModelError(f"{path}: tensor {name} has shape {held[name]}, config.json asks for {shape}")
+                raise ModelError(f"{path}: tensor {name} is missing, though {INDEX} places it here")
+            if held[name][0] != shape:
+                raise ModelError(f"{path}: tensor {name} has shape {held[name][0]}, config.json asks for {shape}")
+            if held[name][1] not in _FILE_DTYPES:
+                known = ", ".join(_FILE_DTYPES)
+                raise ModelError(f"{path}: tensor {name} has dtype {held[name][1]}; supported are {known}")
 
 
-def _locate(directory: Path) -> dict[str, Path]:
-    """Tensor name -> file."""
-    single, index = directory / _SINGLE, directory / _INDEX
+def locate(directory: Path) -> dict[str, Path]:
+    """Tensor name -> file, from the files' headers or their index. Raises ModelError, naming the file."""
+    single, index = directory / _SINGLE, directory / INDEX
     if single.exists():
         with _named(single), safe_open(single, framework="pt") as file:
             return dict.fromkeys(file.keys(), single)
     if not index.exists():
-        raise ModelError(f"{directory}: neither {_SINGLE} nor {_INDEX} is there; only safetensors weights are read")
+        raise ModelError(f"{directory}: neither {_SINGLE} nor {INDEX} is there; only safetensors weights are read")
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise ModelError(f"{index}: weight_map: must map tensor names to file names")
@@ -127,7 +136,7 @@ def _locate(directory: Path) -> dict[str, Path]:
         if Path(name).name != name:
             raise ModelError(f"{index}: weight_map: {name!r} is not a file name")
         if not (directory / name).exists():
-            raise ModelError(f"{directory / name}: the file is missing, though {_INDEX} names it")
+            raise ModelError(f"{directory / name}: the file is missing, though {INDEX} names it")
     return {tensor: directory / name for tensor, name in places.items()}
 
 

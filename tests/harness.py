@@ -69,6 +69,9 @@ class Answer:
 class Cluster:
     """One worker per runner, all routes, and the client's side."""
 
+    device: Callable[[ModelRunner], ModelRunner] = staticmethod(lambda runner: runner)
+    """Put around every runner: replace it to have the same tests run on another kind of device."""
+
     def __init__(
         self,
         runners: Mapping[str, ModelRunner],
@@ -101,7 +104,8 @@ class Cluster:
     def open_worker(self, name: str, runner: ModelRunner) -> Worker:
         """A worker without any state, in place of the one that had the name before."""
         max_slots, prefix_cache, num_pages = self._cache
-        facts = ModelFacts(runner.vocab_size, runner.hidden_size, torch.device("cpu"))
+        runner = self.device(runner)
+        facts = ModelFacts(runner.vocab_size, runner.hidden_size, torch.device("cpu"), runner.embedding)
         pages = runner.num_pages if num_pages is None else num_pages
         kv = KvCache(pages, runner.page_size, max_slots, runner.context_length, prefix_cache)
         compiled = build_routes(self.config, name, facts, dict.fromkeys(self.names, self._eos_ids))

@@ -146,9 +146,10 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     config = _load(options)
-    from trouterd.check import deep_problems  # after the cheap checks: this one imports torch
+    from trouterd.check import deep_problems, remarks  # after the cheap checks: this one imports torch
 
     problems = deep_problems(config)
+    sys.stdout.writelines(f"{remark}\n" for remark in remarks(config))
     if problems:
         return _complain(problems, EXIT_CONFIG)
     sys.stdout.write(f"ok: {_count(len(config.models), 'model')}, {_count(len(config.routes), 'route')}\n")

@@ -35,7 +35,7 @@ from trouterd.keys import (
 DEFAULT_FILE = "trouterd.toml"
 BUILTIN = "builtin:"
 BUILTIN_MODELS = ("small", "large")
-_VARIABLE = re.compile(r"TROUTERD_(SERVER|SUPERVISION|RINGS|MODELS|ROUTES)_")
+_VARIABLE = re.compile(r"TROUTERD_(SERVER|SUPERVISION|RINGS|GPU|MODELS|ROUTES)_")
 _PATH_KEYS = {
     ("server", "socket"),
     ("server", "control"),
@@ -44,6 +44,8 @@ _PATH_KEYS = {
     ("models", "tokenizer"),
     ("routes", "algorithm"),
 }
+_PATH_PARAMS = {"checkpoint"}
+"""Parameters of algorithms that name files."""
 
 
 class ConfigError(Exception):
@@ -295,7 +297,16 @@ def _absolute(source: Source) -> dict[str, Any]:
                 except RuntimeError as error:  # what pathlib makes of ~NAME without such a user
                     problem = f"{dotted((*name, key.name))}: no such home folder: {table[key.name]}"
                     raise ConfigError([f"{source.name}: {problem}"]) from error
+        _resolve_params(table.get("params"), source.folder)
     return tree
+
+
+def _resolve_params(params: Any, folder: Path) -> None:
+    """Make paths among an algorithm's parameters absolute."""
+    if isinstance(params, dict):
+        for name in _PATH_PARAMS & params.keys():
+            if isinstance(params[name], str) and params[name]:
+                params[name] = str(folder / params[name])
 
 
 def _absolute_path(key: Key, value: str, folder: Path) -> str:

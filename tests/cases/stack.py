@@ -121,6 +121,7 @@ class Gate:
     def __init__(self, runner: ModelRunner, *, before: int = 0) -> None:
         self.vocab_size = runner.vocab_size
         self.hidden_size = runner.hidden_size
+        self.embedding = runner.embedding
         self.context_length = runner.context_length
         self.page_size = runner.page_size
         self.num_pages = runner.num_pages

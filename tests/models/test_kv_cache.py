@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -210,6 +213,12 @@ class KvMachine(RuleBasedStateMachine):
         self.kv = KvCache(12, PAGE, 5, 40, True)
         self.ids: dict[int, list[int]] = {}
         self.content: dict[int, list[tuple[int, ...]]] = {}
+        self.told = np.full_like(self.kv.page_table, -1)
+        self.kv.on_pages = self._hear
+
+    def _hear(self, slot: int, first: int, pages: Sequence[int]) -> None:
+        assert pages
+        self.told[slot, first : first + len(pages)] = pages
 
     def write(self, slot: int, start: int, end: int) -> None:
         """Feed positions start..end: each page position then stands for one exact prefix."""
@@ -269,6 +278,12 @@ class KvMachine(RuleBasedStateMachine):
             for position in range(len(ids)):
                 page = int(self.kv.page_table[slot, position // PAGE])
                 assert self.content[page][position % PAGE] == tuple(ids[: position + 1])
+
+    @invariant()
+    def whoever_listens_knows_the_page_table(self) -> None:
+        for slot, ids in self.ids.items():
+            count = -(-len(ids) // PAGE)
+            assert self.told[slot, :count].tolist() == self.kv.page_table[slot, :count].tolist()
 
     @invariant()
     def pages_balance(self) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from trouterd.check import deep_problems
+from tests.models.foreign import edit_config, tiny_foreign
+from trouterd.check import deep_problems, remarks
 from trouterd.config import Config, Model, Route
 from trouterd.demo import LARGE_DIRECTORY, SMALL_DIRECTORY
 
@@ -118,3 +119,20 @@ def test_device_that_is_not_there() -> None:
     models = {"small": Model(path=str(SMALL_DIRECTORY), device="cuda:0")}
     (problem,) = deep_problems(Config(models=models))
     assert problem.startswith("models.small.device: cuda:0, but this host")
+
+
+def test_models_of_transformers(tmp_path: Path) -> None:
+    directory = tiny_foreign(tmp_path, "starcoder2", sliding_window=64)
+    found = Config(models={"code": Model(path=str(directory))})
+    assert deep_problems(found) == []
+    assert remarks(config()) == []
+    slower, bound = remarks(found)
+    assert slower == "models.code: 'starcoder2' is served by transformers' modelling code, which is slower than our own"
+    assert bound == "models.code: its context is 64: sliding_window of its config.json ends there"
+    (directory / "model.safetensors").unlink()
+    (problem,) = deep_problems(found)
+    assert problem.startswith(f"models.code.path: {directory}: neither model.safetensors nor ")
+    edit_config(directory, model_type="mamba", architectures=["MambaForCausalLM"])
+    (problem,) = deep_problems(found)
+    assert "model_type: 'mamba' is recurrent" in problem
+    assert remarks(found) == []

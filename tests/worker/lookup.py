@@ -44,6 +44,7 @@ class LookupRunner:
 
     inline = True
     hidden_size = 4
+    embedding = None
 
     def __init__(
         self, model: LookupModel, *, num_pages: int = 512, page_size: int = 4, context_length: int = 512

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from ipc.messages import Active, Message, Nack, PeerReq, Submit, Warm
 from models.batch import ModelRunner
 from tests.harness import Answer, Cluster
+from trouterd.worker.events import ProcessState
 from trouterd.worker.outbound import API
-from trouterd.worker.worker import ProcessState
 
 
 @dataclass(frozen=True)

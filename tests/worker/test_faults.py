@@ -14,8 +14,8 @@ from ipc.messages import Message, Nack, NackReason, PeerReq
 from models.script import ScriptRunner
 from tests.harness import Answer, Cluster
 from trouterd.config import Route
+from trouterd.worker.events import ProcessState
 from trouterd.worker.outbound import API
-from trouterd.worker.worker import ProcessState
 
 SMALL = [10 + i for i in range(64)]
 LARGE = [110 + i for i in range(64)]

@@ -199,8 +199,9 @@ def wander(keep: Sequence[bool], restless: float) -> Rule:
 
 @pytest.mark.parametrize("max_stall", [1, 3, 8])
 @pytest.mark.parametrize("keep", [(False, False), (False, True, False), (True, False, False), (False, False, False)])
-async def test_any_model_to_any_other(keep: tuple[bool, ...], max_stall: int) -> None:
-    path = Path(reference.__file__).with_name("wander.py")
+@pytest.mark.parametrize("file", ["wander.py", "wander_tensor.py"])
+async def test_any_model_to_any_other(file: str, keep: tuple[bool, ...], max_stall: int) -> None:
+    path = Path(reference.__file__).with_name(file)
     params = {"keep": list(keep), "restless": 0.7}
     case = Case(str(path), wander(keep, 0.7), params, len(keep))
     sampling = {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True}

@@ -13,9 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from ipc.messages import Sampling
 from models.torch_runner import TorchRunner
+from models.transformers_runner import TransformersRunner
 from tests.algorithms import reference
 from tests.algorithms.reference import Logits
 from tests.harness import Cluster
+from tests.models.foreign import tiny_foreign
 from tests.models.tiny import EOS, tiny_llama, tiny_qwen3
 from tests.worker.test_oracle import CASES, NAMES, assert_same, assert_same_handoffs
 from trouterd.config import Route
@@ -118,3 +120,24 @@ async def test_copies_of_one_model_write_what_it_writes_alone(
         await asyncio.gather(*(other.done.wait() for _, other in crowd))
         await workers.settled()
     assert answer.tokens == alone.tokens
+
+
+@pytest.mark.parametrize("name", ["block 4 of 2", "visit 5"])
+async def test_architectures_that_transformers_code_runs(name: str, tmp_path: Path) -> None:
+    """A small model of ours and a large one of another architecture."""
+    case = CASES[name]
+    own, foreign = tiny_qwen3(tmp_path / "own", seed=1), tiny_foreign(tmp_path / "foreign", "gpt_neox", seed=2)
+    runners = {
+        "small": TorchRunner.load(own, num_pages=128, page_size=8, vocab_size=VOCAB),
+        "large": TransformersRunner.load(foreign, num_pages=128, page_size=8, vocab_size=VOCAB),
+    }
+    models = [recomputing(own), recomputing(foreign)]
+    workers = Cluster(runners, {"demo": case.route()}, eos_ids=frozenset({EOS}), max_batch_tokens=16)
+    async with workers.running():
+        jobs = [(prompt, sampling) for prompt in PROMPTS for sampling in SAMPLINGS]
+        answers = [workers.submit("demo", prompt, **sampling)[1] for prompt, sampling in jobs]
+        await asyncio.gather(*(answer.done.wait() for answer in answers))
+        await workers.settled()
+    for (prompt, sampling), answer in zip(jobs, answers, strict=True):
+        assert_same(answer, reference.generate(models, case.rule, prompt, Sampling(**({"seed": 0} | sampling)), (EOS,)))
+    assert {writer for answer in answers for writer in answer.writers} == {0, 1}

@@ -13,7 +13,7 @@ from ipc.messages import Active, Message, PeerReq, Sampling, Submit, Warm, pack_
 from models.script import ScriptRunner
 from tests.harness import Answer, Cluster
 from trouterd.config import Route
-from trouterd.worker.worker import ProcessState
+from trouterd.worker.events import ProcessState
 
 NAMES = ("small", "large", "huge")
 SMALL, LARGE, HUGE = range(3)

@@ -23,6 +23,9 @@ MODELS = {name: LookupModel(seed, vocab_size=24) for seed, name in enumerate(NAM
 EOS = 0
 CONTEXT = 48
 WANDER = str(Path(reference.__file__).with_name("wander.py"))
+"""Decided by the host everywhere."""
+TENSOR = str(Path(reference.__file__).with_name("wander_tensor.py"))
+"""The same as devices decide it."""
 
 ALGORITHMS: list[tuple[int, str, dict[str, Any]]] = [
     (2, "bernoulli", {"p": 0.4}),
@@ -34,6 +37,10 @@ ALGORITHMS: list[tuple[int, str, dict[str, Any]]] = [
     (3, WANDER, {"keep": [False, False, False], "restless": 0.6}),
     (3, WANDER, {"keep": [False, True, False], "restless": 0.5}),
     (3, WANDER, {"keep": [True, False, True], "restless": 0.5}),
+    (2, TENSOR, {"keep": [False, True], "restless": 0.6}),
+    (3, TENSOR, {"keep": [False, False, False], "restless": 0.6}),
+    (3, TENSOR, {"keep": [False, True, False], "restless": 0.5}),
+    (3, TENSOR, {"keep": [True, False, True], "restless": 0.5}),
 ]
 
 chance = st.sampled_from([0.0, 0.0, 0.02, 0.1])

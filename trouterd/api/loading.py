@@ -6,7 +6,8 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from models.config import ModelConfig, ModelError
+from models.config import ModelError
+from models.shape import load_shape
 from trouterd.config import Config, Model
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def context_lengths(config: Config) -> dict[str, int]:
 
 def _own_context(model: Model) -> int:
     if model.format == "hf":
-        return ModelConfig.load(Path(model.path)).context_length
+        return load_shape(Path(model.path)).context_length
     from models.script import ScriptError, ScriptRunner
 
     try:

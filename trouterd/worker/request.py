@@ -40,7 +40,13 @@ class Request:
     prompt_length: int
     state: State = State.PENDING
     fed: int = 0
-    """Tokens whose K and V are in the pool."""
+    """Positions whose K and V are in the pool, or will be when the steps in flight have run."""
+    chained: bool = False
+    """The device holds the token for position `fed`, or a step in flight gives it: the next row waits for no word from here."""
+    residency: int = 0
+    """Rises whenever rows in flight stop to count, whatever their step decides."""
+    hosted: bool = False
+    """Tokens and destinations are decided by the host: a step with such a row runs alone."""
     slot: int = NO_SLOT
     writers: bytearray = field(default_factory=bytearray)
     """Route index of the writer, per output id."""
@@ -108,8 +114,20 @@ class Request:
 
     @property
     def unfed(self) -> int:
-        """Tokens that the next steps have to feed."""
+        """Known tokens that the next steps have to feed; negative where the steps in flight are ahead of what is known."""
         return len(self.tokens) - self.fed
+
+    @property
+    def due(self) -> int:
+        """Rows that the next step could feed. None behind the row that gives the last token of the budget."""
+        if not self.chained:
+            return len(self.tokens) - self.fed
+        return int(self.fed < self.prompt_length + self.submit.sampling.max_tokens - 1)
+
+    def let_go(self) -> None:
+        """Rows in flight do not count any more, and the next one is fed from here."""
+        self.chained = False
+        self.residency += 1
 
     def append(self, token: int, writer: int) -> None:
         """Commit one output token."""
@@ -121,6 +139,19 @@ class Request:
         """Forget output tokens from `output_length` on (KV is the caller's business)."""
         del self.tokens[self.prompt_length + output_length :]
         del self.writers[output_length:]
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether the algorithm is asked: not where it would drop one more token after `max_stall` hand-offs without progress."""
+        route = self.route
+        return len(route.workers) > 1 and (route.algorithm.keep_sample or self.stall < route.max_stall)
+
+    @property
+    def ending_ids(self) -> frozenset[int]:
+        """Ids that end the answer; banned before min_tokens."""
+        sampling = self.submit.sampling
+        ends = frozenset() if sampling.ignore_eos else self.route.eos_ids
+        return ends.union(sampling.stop_token_ids)
 
     def finish_reason(self, token: int) -> tuple[str, int]:
         """What committing `token` next would end the answer with: (reason or '', trailing ids that are no text)."""

@@ -24,12 +24,17 @@ class WorkerRoute:
     """Route index of this worker's model."""
     eos_ids: frozenset[int]
     """Union over the route's models: any of them ends the request, whoever wrote it."""
+    context: RouteContext
     algorithm: Algorithm
     definition: Definition
     params: dict[str, float]
     """The numeric parameters in force; per-request overrides are laid over them."""
     on_peer_loss: str
     max_stall: int
+    version: int = 0
+    """Rises with every live change of the parameters."""
+    stay_rate: float = 1.0
+    """Share of this side's latest decisions that kept the request here; steps are queued ahead by it."""
 
     def model_at(self, destination: int) -> int:
         """Route index behind a destination number (0 = this side, k = the k-th other model)."""
@@ -45,6 +50,7 @@ class WorkerRoute:
         """
         params = validate_params(self.definition, settings.params, settings.models)
         self.params = numeric_params(params)
+        self.version += 1
         self.on_peer_loss = settings.on_peer_loss
         self.max_stall = settings.max_stall
 
@@ -56,6 +62,8 @@ class ModelFacts:
     vocab_size: int
     hidden_size: int
     device: torch.device
+    embedding: torch.Tensor | None = None
+    """The model's embedding, which some algorithms look tokens up in; None for a script."""
 
 
 def build_routes(
@@ -79,13 +87,16 @@ def build_routes(
         definition = load(route.algorithm)
         params = validate_params(definition, route.params, route.models)
         side = route.models.index(model)
-        context = RouteContext(tuple(route.models), side, facts.vocab_size, facts.hidden_size, facts.device)
+        context = RouteContext(
+            tuple(route.models), side, facts.vocab_size, facts.hidden_size, facts.device, facts.embedding
+        )
         routes[name] = WorkerRoute(
             name=name,
             models=tuple(route.models),
             workers=tuple(config.worker_index(m) for m in route.models),
             side=side,
             eos_ids=frozenset().union(*(eos_ids[m] for m in route.models)),
+            context=context,
             algorithm=build_side(definition, context, params),
             definition=definition,
             params=numeric_params(params),
@@ -103,6 +114,8 @@ def build_side(definition: Definition, context: RouteContext, params: msgspec.St
     """
     try:
         return definition.sides(context.side)(context, params)
+    except AlgorithmError as error:
+        raise AlgorithmError(f"algorithm {definition.name!r}: {error}", error.key) from error
     except Exception as error:  # code of users
         reason = " ".join(str(error).split())
         raise AlgorithmError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from models.kv_cache import KvCache
@@ -12,12 +11,34 @@ from trouterd.worker.request import NO_SLOT, Request, State
 
 @dataclass(slots=True)
 class Chunk:
-    """The next `count` unfed tokens of one request."""
+    """The next `count` rows of one request."""
 
     request: Request
+    first: int
+    """Position of the first row."""
     count: int
     wants_logits: bool
-    """The chunk ends with the last known token of a request that is here: its logits give the next token."""
+    """The chunk ends with the last token of a request that is here: its logits give the next one."""
+    own: bool
+    """One row: the token that the device holds for the slot, which may not be known here yet."""
+    residency: int
+    """The request's when this was planned; a step's word on the chunk counts while they are equal."""
+
+    @classmethod
+    def of(cls, request: Request, count: int) -> Chunk:
+        """The next rows of a request that is here."""
+        own = request.chained
+        return cls(request, request.fed, count, own or count == request.unfed, own, request.residency)
+
+    @property
+    def end(self) -> int:
+        """Position behind the last row."""
+        return self.first + self.count
+
+    @property
+    def current(self) -> bool:
+        """Nothing has happened to the request that makes this chunk's rows void."""
+        return self.residency == self.request.residency
 
 
 class Scheduler:
@@ -27,6 +48,9 @@ class Scheduler:
     prefill chunks of the others; admissions; then, if nobody waits, prefill of visitors that are still with their entry.
     Room is made, in this order, from unreferenced cached pages, from KV of visitors that are away, and by preempting the
     newest running request (recompute). A pending request of this entry is never touched.
+
+    Steps may be in flight: `fed` counts their rows, and pages and slots change hands at once, since whatever those steps still
+    read or write comes before the next step's writes on the device.
     """
 
     def __init__(self, kv: KvCache, max_batch_tokens: int) -> None:
@@ -40,12 +64,16 @@ class Scheduler:
         """Those of them whose prompts are to be prefilled."""
         self._overdue: set[int] = set()
         """Running requests that got no row in the last step, for lack of budget or pages."""
+        self.hosted: set[int] = set()
+        """Requests here whose tokens the host decides."""
         self.preemptions = 0
         self.evictions = 0
 
     def add(self, request: Request, *, front: bool = False) -> None:
         """A request is here now: new, or back from a peer."""
         self._not_away(request)
+        if request.hosted:
+            self.hosted.add(request.rid)
         if request.slot == NO_SLOT:
             request.state = State.WAITING
             (self.waiting.appendleft if front else self.waiting.append)(request)
@@ -58,6 +86,8 @@ class Scheduler:
         """A request is with another model now; its KV stays."""
         self._dequeue(request)
         request.state = State.PENDING
+        # A row of a token that nobody knows here yet is not part of the KV that stays.
+        self.rewind(request, len(request.tokens))
         if not request.is_entry:
             self.away[request.rid] = request
             if request.warm:
@@ -75,27 +105,41 @@ class Scheduler:
             self.kv.close(request.slot)
             request.slot = NO_SLOT
         request.fed = 0
+        request.let_go()
+
+    def set_hosted(self, request: Request, hosted: bool) -> None:
+        """From now on the host, or the device again, decides the request's tokens."""
+        request.hosted = hosted
+        self.hosted.discard(request.rid)
+        if hosted and request.state is not State.PENDING:
+            self.hosted.add(request.rid)
 
     def truncate(self, request: Request) -> None:
         """Drop KV beyond the request's known tokens."""
-        if request.fed > len(request.tokens):
-            request.fed = self.kv.truncate(request.slot, len(request.tokens))
+        self.rewind(request, len(request.tokens))
+
+    def rewind(self, request: Request, length: int) -> None:
+        """Keep the KV of positions below `length` only, and let rows in flight go: the next row is fed from here."""
+        request.let_go()
+        if request.slot != NO_SLOT:
+            # Also where nothing is cut: a row that was planned and not launched may have left a page behind.
+            request.fed = self.kv.truncate(request.slot, min(request.fed, length))
 
     def plan(self) -> list[Chunk]:
         """The chunks of the next step, empty when there is nothing to do or no room to do it in."""
         budget = self.max_batch_tokens
         chunks: list[Chunk] = []
         planned: set[int] = set()
-        for request in self._service_order():
+        for request, due in self._service_order():
             if budget == 0:
                 break
             # An earlier request of this very loop may have preempted this one.
             if request.state is not State.RUNNING:
                 continue
-            count = min(request.unfed, budget)
+            count = min(due, budget)
             if self._reserve(request, request.fed + count, planned):
                 planned.add(request.rid)
-                chunks.append(Chunk(request, count, count == request.unfed))
+                chunks.append(Chunk.of(request, count))
                 budget -= count
         budget -= self._admit(chunks, planned, budget)
         if not self.waiting:
@@ -103,8 +147,8 @@ class Scheduler:
             self._warm(chunks, budget)
         self._overdue.clear()
         if len(planned) < len(self.running):
-            self.running.sort(key=lambda r: r.rid in planned)
-            self._overdue.update(r.rid for r in self.running if r.rid not in planned)
+            self._overdue.update(r.rid for r in self.running if r.rid not in planned and r.due)
+            self.running.sort(key=lambda r: r.rid not in self._overdue)
         return chunks
 
     def blocked_visitor(self) -> Request | None:
@@ -119,14 +163,18 @@ class Scheduler:
         """Requests here by state, this worker's visitors included."""
         return {"waiting": len(self.waiting), "running": len(self.running), "away": len(self.away)}
 
-    def _service_order(self) -> Iterator[Request]:
-        """Running requests: overdue ones, then single decode rows."""
-        snapshot, overdue = list(self.running), self._overdue
-        if overdue:
-            yield from (r for r in snapshot if r.rid in overdue)
-            snapshot = [r for r in snapshot if r.rid not in overdue]
-        yield from (r for r in snapshot if r.unfed == 1)
-        yield from (r for r in snapshot if r.unfed > 1)
+    def _service_order(self) -> list[tuple[Request, int]]:
+        """Running requests and the rows that each could feed: overdue ones, then single decode rows."""
+        overdue, single, several = [], [], []
+        for request in self.running:
+            due = request.due
+            if due and request.rid in self._overdue:
+                overdue.append((request, due))
+            elif due == 1:
+                single.append((request, due))
+            elif due:
+                several.append((request, due))
+        return [*overdue, *single, *several]
 
     def _admit(self, chunks: list[Chunk], planned: set[int], budget: int) -> int:
         """Take requests from the waiting queue while rows and room last; returns the rows used."""
@@ -144,7 +192,7 @@ class Scheduler:
             request.state = State.RUNNING
             self.running.append(request)
             planned.add(request.rid)
-            chunks.append(Chunk(request, count, count == request.unfed))
+            chunks.append(Chunk.of(request, count))
             used += count
         return used
 
@@ -161,7 +209,7 @@ class Scheduler:
                 return
             count = min(target - request.fed, budget)
             if count > 0 and self.kv.reserve(request.slot, request.fed + count):
-                chunks.append(Chunk(request, count, wants_logits=False))
+                chunks.append(Chunk(request, request.fed, count, False, False, request.residency))
                 budget -= count
 
     def _has_room(self, request: Request, planned: set[int]) -> bool:
@@ -191,6 +239,9 @@ class Scheduler:
 
     def _reserve(self, request: Request, length: int, planned: set[int], *, preempt: bool = True) -> bool:
         while not self.kv.reserve(request.slot, length):
+            # Nobody gives way for a row that will be dead if its request leaves in the step before.
+            if length > len(request.tokens):
+                return False
             if not (self._evict_visitor(planned) or (preempt and self._preempt(request, planned))):
                 return False
         return True
@@ -228,9 +279,10 @@ class Scheduler:
         """A request that is here needs the logits of its last token, so that one must be fed (again)."""
         last = len(request.tokens) - 1
         if request.fed > last:
-            request.fed = self.kv.truncate(request.slot, last)
+            self.rewind(request, last)
 
     def _dequeue(self, request: Request) -> None:
+        self.hosted.discard(request.rid)
         if request.state is State.RUNNING:
             self.running.remove(request)
         elif request.state is State.WAITING and request in self.waiting:

@@ -114,6 +114,7 @@ GAUGES = {
     "pages_cached": "KV pages that only the prefix cache holds.",
     "pages_owned": "KV pages of requests.",
     "loop_lag_seconds": "How late the event loop was at the last look.",
+    "steps_in_flight": "Steps queued on the device whose results have not been read.",
     "messages_unsent": "Messages that wait for room in a ring.",
 }
 TOTALS = {

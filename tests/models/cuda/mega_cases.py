@@ -136,7 +136,9 @@ class Pair:
             logit_rows=torch.from_numpy(wanted).to(self.device),
         )
 
-    def check(self, runs: Sequence[tuple[int, Sequence[int]]], wanted: Sequence[int] | None = None, idle: int = 0) -> None:
+    def check(
+        self, runs: Sequence[tuple[int, Sequence[int]]], wanted: Sequence[int] | None = None, idle: int = 0
+    ) -> None:
         """Run a step both ways and compare."""
         batch = self.batch(runs, wanted)
         exact, rounded = self.exact.step(batch), self.rounded.step(batch)

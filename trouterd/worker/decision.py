@@ -1,21 +1,18 @@
-"""One forward pass: from chunks to a batch, and from logits to a token and a destination for every row."""
+"""What the host makes of a step's logits: a token and a destination for every row."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from algorithms.base import StepResult
-from models.batch import Batch, IntArray, ModelRunner, PageTable, StepOutput
+from models.batch import Batch, IntArray, StepOutput
 from models.sampler import Edits, SamplingRows, sample
 from trouterd.worker.request import Request
 from trouterd.worker.route import WorkerRoute
-from trouterd.worker.scheduler import Chunk
 
 log = logging.getLogger(__name__)
 
@@ -23,77 +20,29 @@ FAILED = -1
 """Destination of a row whose algorithm failed."""
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What a step decided, in the order of the chunks that wanted logits."""
+def decide(
+    output: StepOutput, batch: Batch, requests: Sequence[Request], routed: Sequence[bool]
+) -> tuple[list[int], list[int]]:
+    """Tokens and destinations of the R rows.
 
-    tokens: list[int]
-    destinations: list[int]
-    """0 = stay, k = the k-th other model of the route, FAILED."""
-    seconds: float
+    Args:
+        output: what the model said.
+        batch: what it was fed.
+        requests: the R requests whose logits were wanted, in order.
+        routed: which of them may be handed off now.
+    """
+    if not requests:
+        return [], []
+    tokens = sample(output.logits, sampling_rows(requests, batch))
+    return tokens.tolist(), route(output, tokens, batch, requests, routed)
 
 
-class Stepper:
-    """Runs batches on a model runner. `build` reads requests and belongs to the decode loop; `run` touches tensors and the
-    requests' scratch space only, so that it may run in another thread while the loop serves I/O."""
-
-    def __init__(self, runner: ModelRunner, page_table: PageTable) -> None:
-        self.runner = runner
-        self.page_table = page_table
-        self.steps = 0
-        self.started = 0.0
-        """time.monotonic() at which the step in progress began; 0 when none is."""
-
-    def build(self, chunks: Sequence[Chunk]) -> Batch:
-        """The batch that feeds the chunks."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        logit_rows: list[int] = []
-        output_index: list[int] = []
-        for chunk in chunks:
-            request, count = chunk.request, chunk.count
-            first = request.fed
-            if count == 1:
-                tokens.append(request.tokens[first])
-                positions.append(first)
-                slots.append(request.slot)
-            else:
-                tokens += request.tokens[first : first + count]
-                positions += range(first, first + count)
-                slots += [request.slot] * count
-            if chunk.wants_logits:
-                logit_rows.append(len(tokens) - 1)
-                output_index.append(request.output_length)
-        return Batch(
-            tokens=np.array(tokens, dtype=np.int64),
-            positions=np.array(positions, dtype=np.int64),
-            slots=np.array(slots, dtype=np.int64),
-            page_table=self.page_table,
-            logit_rows=np.array(logit_rows, dtype=np.int64),
-            output_index=np.array(output_index, dtype=np.int64),
-        )
-
-    def run(self, batch: Batch, requests: Sequence[Request], routed: Sequence[bool]) -> Outcome:
-        """Forward, sample and route.
-
-        Args:
-            batch: from `build`.
-            requests: the R requests whose logits are wanted, in order.
-            routed: which of them may be handed off now.
-        """
-        self.started = begin = time.monotonic()
-        try:
-            with torch.inference_mode():
-                output = self.runner.step(batch)
-                if not requests:
-                    return Outcome([], [], time.monotonic() - begin)
-                tokens = sample(output.logits, sampling_rows(requests, batch))
-                destinations = route(output, tokens, batch, requests, routed)
-            return Outcome(tokens.tolist(), destinations, time.monotonic() - begin)
-        finally:
-            self.started = 0.0
-            self.steps += 1
+def checked(route: WorkerRoute, destination: int) -> int:
+    """A destination as an algorithm gave it, or FAILED for one that the route does not have."""
+    if 0 <= destination < len(route.workers):
+        return destination
+    log.error("route '%s': destination %d, but the route has %d models", route.name, destination, len(route.workers))
+    return FAILED
 
 
 def sampling_rows(requests: Sequence[Request], batch: Batch) -> SamplingRows:
@@ -120,19 +69,12 @@ def _bans(requests: Sequence[Request], output_index: IntArray) -> Edits | None:
     ids: list[int] = []
     for row, request in enumerate(requests):
         if request.submit.sampling.min_tokens > output_index[row]:
-            banned = _banned(request)
+            banned = sorted(request.ending_ids)
             rows += [row] * len(banned)
             ids += banned
     if not rows:
         return None
     return Edits(np.array(rows), np.array(ids), np.full(len(rows), -np.inf, dtype=np.float32))
-
-
-def _banned(request: Request) -> list[int]:
-    """Ids that would end the answer before min_tokens."""
-    sampling = request.submit.sampling
-    ends = frozenset() if sampling.ignore_eos else request.route.eos_ids
-    return sorted(ends.union(sampling.stop_token_ids))
 
 
 def route(
@@ -171,7 +113,7 @@ def route(
 
 def _destinations(route: WorkerRoute, step: StepResult) -> list[int]:
     """The algorithm's answer, or FAILED for every row that it has no proper answer for."""
-    count, models = len(step.state), len(route.workers)
+    count = len(step.state)
     try:
         answer = [int(destination) for destination in route.algorithm.route(step).tolist()]
     except Exception:  # code of users: its faults end the requests of this route, not their batch mates
@@ -180,10 +122,7 @@ def _destinations(route: WorkerRoute, step: StepResult) -> list[int]:
     if len(answer) != count:
         log.error("route '%s': route() gave %d destinations for %d rows", route.name, len(answer), count)
         return [FAILED] * count
-    wrong = {destination for destination in answer if not 0 <= destination < models}
-    if wrong:
-        log.error("route '%s': destinations %s, but the route has %d models", route.name, sorted(wrong), models)
-    return [FAILED if destination in wrong else destination for destination in answer]
+    return [checked(route, destination) for destination in answer]
 
 
 def _param_rows(members: Sequence[Request], device: torch.device) -> dict[str, torch.Tensor]:

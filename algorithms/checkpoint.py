@@ -1,0 +1,67 @@
+"""Reads files of trained heads: tensors and plain values only, never code."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from algorithms.registry import AlgorithmError
+
+
+def load_mapping(path: Path, key: str) -> dict[str, Any]:
+    """A dict that torch.save wrote, read with `weights_only`.
+
+    Args:
+        path: the file.
+        key: the parameter that names it, for messages.
+
+    Raises:
+        AlgorithmError: no such file, not such a file, or one that holds code.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise AlgorithmError(f"{key}: {path}: {error.strerror or error}", key) from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        reason = str(error).split("\n", 1)[0]
+        raise AlgorithmError(
+            f"{key}: {path}: not a checkpoint of tensors and plain values (code is never run): {reason}", key
+        ) from error
+    if not isinstance(content, dict):
+        raise AlgorithmError(f"{key}: {path}: must hold a dict, holds {type(content).__name__}", key)
+    return content
+
+
+class Tensors:
+    """The state dict of one file; a missing key or another shape is an error that names both."""
+
+    def __init__(self, path: Path, key: str, tensors: object) -> None:
+        if not isinstance(tensors, Mapping) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
+            raise AlgorithmError(f"{key}: {path}: state_dict: must map names to tensors", key)
+        self._path = path
+        self._key = key
+        self._tensors: Mapping[str, torch.Tensor] = tensors
+        self._taken: set[str] = set()
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """The named tensor as float64, checked against its shape. Raises AlgorithmError."""
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise self.error(f"{name}: missing")
+        if tuple(tensor.shape) != shape:
+            raise self.error(f"{name}: has shape {tuple(tensor.shape)}, {shape} is needed")
+        self._taken.add(name)
+        return tensor.double()
+
+    def finish(self, ignored: tuple[str, ...] = ()) -> None:
+        """Refuse names that nothing has asked for: they would change the answer. Raises AlgorithmError."""
+        if unknown := sorted(self._tensors.keys() - self._taken - set(ignored)):
+            raise self.error(f"{unknown[0]}: unknown tensor ({len(unknown)} in all)")
+
+    def error(self, problem: str) -> AlgorithmError:
+        """An error of this file."""
+        return AlgorithmError(f"{self._key}: {self._path}: {problem}", self._key)

@@ -1,0 +1,310 @@
+"""Time of one step on a device: decode, extend, prefill and whole answers, each against the least that it can take.
+
+    python -m bench.step --shape Qwen3-0.6B [--head r2r] [--vllm FOLDER] [--json FILE] [--markdown FILE]
+    python -m bench.step --model DIRECTORY --device cpu --dtype float32 --batches 1,4 --contexts 64
+
+Drives what a worker drives (`models.resident`): sampling, the routing algorithm and the tests for the end of an answer are part of
+each step. Without --model the weights are random, which changes no time. Decode starts at once at the wanted context, over
+pages of zeros. A case that does not fit into memory is left out and named. --json is written after every section, so that a run
+that is cut short leaves what it has. --vllm runs the peer of `bench.step_peer` first, on the free device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.step_floor import Ceilings, step_work
+from bench.step_heads import HEADS, Head, make_head
+from bench.step_kernels import profile_steps
+from bench.step_model import Options, open_runner
+from bench.step_peer import PeerError, PeerStep, run_peer
+from bench.step_report import markdown
+from bench.step_rig import Rig, Timing, TooLargeError
+from bench.step_shapes import SHAPES, write_shape
+from bench.surroundings import surroundings
+from models.config import ModelConfig, ModelError
+from models.resident import NO_ROUTE
+from models.weights import DTYPES
+
+SECTIONS = ("decode", "extend", "prefill", "generate", "profile")
+_PROFILE_STEPS = 20
+_MARGIN = 16
+"""Tokens of context beside those that a case asks for."""
+
+
+class Bench:
+    """Cases over one model; results gather in `result`."""
+
+    def __init__(self, options: argparse.Namespace, directory: Path, peer: Sequence[PeerStep]) -> None:
+        self._options = options
+        self._peer = {step.batch: step for step in peer}
+        self._config = ModelConfig.load(directory)
+        device = torch.device(options.device)
+        dtype = DTYPES[options.dtype]
+        self._element_bytes = dtype.itemsize
+        self._ceilings = Ceilings.measure(device, dtype)
+        started = time.perf_counter()
+        runner = open_runner(
+            Options(
+                directory=directory,
+                device=device,
+                dtype=options.dtype,
+                dummy=options.model is None,
+                max_slots=_most(options.batches, options.extend_batches, options.generate_batches),
+                context_length=min(self._config.context_length, _longest(options)),
+                kv_tokens=options.kv_tokens or _most_tokens(options),
+                depth=options.depth,
+                megakernel=options.megakernel,
+            )
+        )
+        head = make_head(options.head, runner, device)
+        self._head_bytes = 0 if head is None else head.bytes
+        route = self._set_route(runner.set_routes, head)
+        if options.graphs:
+            runner.capture()
+        self._rig = Rig(
+            runner,
+            max_slots=_most(options.batches, options.extend_batches, options.generate_batches),
+            route=route,
+            params=() if head is None else head.params,
+            temperature=options.temperature,
+            seconds=options.seconds,
+            most_steps=options.steps,
+        )
+        self.result: dict[str, Any] = {
+            **surroundings(device),
+            "command": " ".join(("python -m bench.step", *options.arguments)),
+            "model": {
+                "name": options.shape if options.model is None else str(directory),
+                "parameters": self._config.parameters(),
+                "dtype": options.dtype,
+                "kv_tokens": runner.num_pages * runner.page_size,
+                "graph_bytes": runner.graph_bytes,
+                "ready_s": time.perf_counter() - started,
+            },
+            "options": {
+                name: getattr(options, name) for name in ("depth", "graphs", "megakernel", "head", "temperature")
+            },
+            "ceilings": asdict(self._ceilings),
+            "skipped": [],
+        }
+
+    def _set_route(self, set_routes: Callable[..., tuple[bool, ...]], head: Head | None) -> int:
+        if head is None:
+            return NO_ROUTE
+        if not all(set_routes([head.route])):
+            raise ModelError(f"--head {head.route.name}: cannot be decided on {self._options.device}")
+        return 0
+
+    def decode(self) -> None:
+        """One row per request."""
+        for context in self._options.contexts:
+            for batch in self._options.batches:
+                facts = {"batch": batch, "context": context}
+                self._case("decode", facts, partial(self._rig.decode, batch, context), context)
+
+    def extend(self) -> None:
+        """A few rows per request."""
+        context = self._options.extend_context
+        for batch in self._options.extend_batches:
+            for count in self._options.extend_tokens:
+                facts = {"batch": batch, "count": count, "context": context}
+                self._case("extend", facts, partial(self._rig.extend, batch, count, context), context, count)
+
+    def prefill(self) -> None:
+        """One request, all rows of its prompt."""
+        for count in self._options.prefill:
+            self._case("prefill", {"batch": 1, "count": count}, partial(self._rig.prefill, count), 0, count)
+
+    def generate(self) -> None:
+        """Answers from prompt to end, the setting of the peer."""
+        prompt, output = self._options.prompt, self._options.output
+        for batch in self._options.generate_batches:
+            facts: dict[str, Any] = {"batch": batch, "prompt": prompt, "output": output}
+            if peer := self._peer.get(batch):
+                facts |= {
+                    "peer_step_ms": peer.step_ms,
+                    "peer_prompts_ms": peer.prompts_ms,
+                    "peer_version": peer.version,
+                }
+
+            self._case("generate", facts, partial(self._answers, facts), prompt + output / 2)
+
+    def _answers(self, facts: dict[str, Any]) -> Timing:
+        """The second of two runs: kernels may be compiled in the first."""
+        batch, prompt = facts["batch"], facts["prompt"]
+        self._rig.generate(batch, prompt, 2)
+        timing, facts["prompts_ms"] = self._rig.generate(batch, prompt, facts["output"])
+        return timing
+
+    def profile(self) -> None:
+        """Kernels of a decode step."""
+        batch, context = self._options.profile_batch, self._options.contexts[0]
+        if torch.device(self._options.device).type != "cuda":
+            self._skip("profile: only on CUDA")
+            return
+        self._rig.decode(batch, context)
+        found = profile_steps(lambda: self._rig.repeat(batch, context, _PROFILE_STEPS), _PROFILE_STEPS)
+        if found is None:
+            self._skip("profile: the profiler sees no kernels here")
+            return
+        self.result["profile"] = {"batch": batch, "context": context} | asdict(found)
+
+    def _case(
+        self, section: str, facts: dict[str, Any], run: Callable[[], Timing], start: float, count: int = 1
+    ) -> None:
+        try:
+            timing = run()
+        except TooLargeError as error:
+            self._skip(f"{section} {_words(facts)}: {error}")
+            return
+        work = step_work(
+            self._config,
+            self._element_bytes,
+            runs=facts["batch"],
+            start=start,
+            count=count,
+            head_bytes=self._head_bytes,
+        )
+        floor, bound = work.floor_ms(self._ceilings), work.bound(self._ceilings)
+        case = facts | asdict(timing) | {"floor_ms": floor, "bound": bound, "floor_bytes": work.bytes}
+        self.result.setdefault(section, []).append(case)
+        print(
+            f"{section} {_words(facts)}: {timing.wall_ms:.3f} ms, device {timing.device_ms:.3f},"
+            f" floor {floor:.3f} ({bound}, {floor / timing.wall_ms:.0%}), launch {timing.launch_us:.0f} us",
+            flush=True,
+        )
+
+    def _skip(self, case: str) -> None:
+        self.result["skipped"].append(case)
+        print(f"left out: {case}", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
+    options = _parser().parse_args(argv)
+    options.arguments = sys.argv[1:] if argv is None else list(argv)
+    torch.set_num_threads(options.threads)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            _measure(options, options.model or write_shape(options.shape, Path(folder), options.layers))
+    except (ModelError, PeerError) as error:
+        print(f"bench.step: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _measure(options: argparse.Namespace, directory: Path) -> None:
+    shape = None if options.model else options.shape
+    peer: list[PeerStep] = []
+    if options.vllm:
+        peer = run_peer(options.vllm, shape, options.generate_batches, options.prompt, options.output)
+    bench = Bench(options, directory, peer)
+    for section in SECTIONS:
+        if section in options.sections:
+            getattr(bench, section)()
+            if options.json:
+                _write(options.json, json.dumps(bench.result, indent=1))
+    report = markdown(bench.result)
+    print("\n" + report)
+    if options.markdown:
+        _write(options.markdown, report)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.step", description=(__doc__ or "").partition("\n")[0])
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", type=Path, metavar="DIRECTORY", help="a checkpoint")
+    model.add_argument("--shape", choices=SHAPES, help="random weights of a published shape")
+    parser.add_argument("--layers", type=int, metavar="N", help="cut the shape to N layers, for a smoke test")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads")
+    parser.add_argument("--depth", type=int, default=2, metavar="N", help="steps in flight")
+    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--megakernel", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--head", choices=HEADS, default="none", help="routing algorithm on every row")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    parser.add_argument("--sections", type=_sections, default=SECTIONS, metavar="LIST", help=f"of {','.join(SECTIONS)}")
+    parser.add_argument("--steps", type=int, default=200, metavar="N", help="most timed steps of a case")
+    parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="time of a case, roughly")
+    parser.add_argument("--kv-tokens", type=int, default=0, metavar="N", help="KV pool; 0: what the cases need")
+    for flag, default in (
+        ("batches", "1,2,4,8,16,32,64,128,256"),
+        ("contexts", "128,2048,8192"),
+        ("extend-batches", "1,2,4,8,16,32,64"),
+        ("extend-tokens", "1,2,4,8,16"),
+        ("prefill", "128,512,2048,8192"),
+        ("generate-batches", "1,4,8,16,32,64"),
+    ):
+        parser.add_argument(f"--{flag}", type=_numbers, default=_numbers(default), metavar="LIST", help=default)
+    parser.add_argument("--extend-context", type=int, default=1024, metavar="N")
+    parser.add_argument("--prompt", type=int, default=100, metavar="N", help="of generate")
+    parser.add_argument("--output", type=int, default=256, metavar="N", help="of generate")
+    parser.add_argument("--profile-batch", type=int, default=8, metavar="N")
+    parser.add_argument("--vllm", type=Path, metavar="FOLDER", help="the peer's scripts, see bench/step_peer.py")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--markdown", type=Path, metavar="FILE")
+    return parser
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    numbers = tuple(int(part) for part in text.split(",") if part)
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"expected positive numbers with commas between, got {text!r}")
+    return numbers
+
+
+def _sections(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in SECTIONS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(SECTIONS)}")
+    return names
+
+
+def _most(*lists: Iterable[int]) -> int:
+    return max(max(numbers) for numbers in lists)
+
+
+def _longest(options: argparse.Namespace) -> int:
+    """Tokens of the longest request of any case."""
+    needs = {
+        "decode": max(options.contexts) + options.steps,
+        "extend": options.extend_context + max(options.extend_tokens),
+        "prefill": max(options.prefill),
+        "generate": options.prompt + options.output,
+        "profile": options.contexts[0] + max(options.steps, _PROFILE_STEPS),
+    }
+    longest: int = max(needs[section] for section in options.sections)
+    return longest + _MARGIN
+
+
+def _most_tokens(options: argparse.Namespace) -> int:
+    """Tokens of the KV pool that no case exceeds, room for whole pages included."""
+    return _most(options.batches, options.extend_batches, options.generate_batches) * (_longest(options) + _MARGIN)
+
+
+def _words(facts: dict[str, Any]) -> str:
+    return " ".join(f"{name} {value}" for name, value in facts.items() if isinstance(value, int))
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    scratch = path.with_name(path.name + ".new")
+    scratch.write_text(text)
+    scratch.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Routing algorithms for a bench of steps: at work on every row, and never of the opinion that a token should leave."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from algorithms.base import RouteContext, StepResult
+from algorithms.r2r_router import save
+from algorithms.registry import load, validate_params
+from models.batch import ModelRunner
+from models.resident import DeviceRoute, RoutedRows
+
+HEADS = ("none", "entropy", "r2r", "r2r-bfloat16")
+_NEVER = {"entropy": 1e9, "r2r": 2.0}
+"""Thresholds that nothing reaches."""
+_WIDTH, _BLOCKS, _TOP, _EXPANSION = 1024, 6, 100, 4
+"""R2R's published router (arXiv 2505.21600): 55 million weights over a hidden size of 1,024."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A route for `Resident.set_routes`, and what its requests say of it."""
+
+    route: DeviceRoute
+    params: tuple[float, ...]
+    bytes: int
+    """Weights that it reads at every step."""
+
+
+def make_head(name: str, runner: ModelRunner, device: torch.device) -> Head | None:
+    """A head with random weights for this model; None for "none"."""
+    if name == "none":
+        return None
+    algorithm, _, dtype = name.partition("-")
+    models = ("small", "large")
+    context = RouteContext(models, 0, runner.vocab_size, runner.hidden_size, device, runner.embedding)
+    definition = load(algorithm)
+    settings: dict[str, object] = {"threshold": _NEVER[algorithm]}
+    weights = 0
+    with tempfile.TemporaryDirectory() as folder:
+        if algorithm == "r2r":
+            path = Path(folder) / "router.pt"
+            weights = _write_router(path, runner)
+            settings |= {"checkpoint": str(path), "dtype": dtype or "float32"}
+        side = definition.sides(0)(context, validate_params(definition, settings, models))
+
+    def decide(rows: RoutedRows) -> torch.Tensor:
+        return side.route(
+            StepResult(
+                logits=rows.logits,
+                hidden=rows.hidden,
+                tokens=rows.tokens,
+                index=rows.index,
+                seed=rows.seed,
+                choice=rows.choice,
+                params=rows.params,
+                state=[],
+            )
+        )
+
+    route = DeviceRoute(name, decide, ("threshold",))
+    return Head(route, (_NEVER[algorithm],), weights * (2 if dtype == "bfloat16" else 4))
+
+
+def _write_router(path: Path, runner: ModelRunner) -> int:
+    """Random weights in the official format; how many the router reads (the three linear maps before its blocks are one)."""
+    hidden, width = runner.hidden_size, _WIDTH
+    embedding = hidden if runner.embedding is None else runner.embedding.shape[1]
+    wide = width * _EXPANSION
+    top = min(_TOP, runner.vocab_size)
+    parts: dict[str, nn.Module] = {
+        "logits_projection": nn.Linear(top, hidden),
+        "combined_projection": nn.Linear(2 * hidden + embedding, width),
+        "backbone.input_projection": nn.Linear(width, width),
+        "backbone.output_layer.0": nn.LayerNorm(width),
+        "backbone.output_layer.1": nn.Linear(width, 1),
+    }
+    for block in range(_BLOCKS):
+        name = f"backbone.blocks.{block}"
+        parts |= {
+            f"{name}.layer_norm": nn.LayerNorm(width),
+            f"{name}.mlp.0": nn.Linear(width, wide),
+            f"{name}.mlp.3": nn.Linear(wide, width),
+        }
+    state = {f"{name}.{key}": value for name, part in parts.items() for key, value in part.state_dict().items()}
+    arguments = {
+        "hidden_states_size": hidden,
+        "logits_size": top,
+        "hidden_dims": [width] * _BLOCKS,
+        "expansion_factor": _EXPANSION,
+    }
+    save(path, state, arguments, 0.5)
+    blocks: int = sum(value.numel() for name, value in state.items() if ".blocks." in name or ".output_layer." in name)
+    return blocks + width * (hidden + embedding + top + 1)

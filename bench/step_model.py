@@ -1,0 +1,80 @@
+"""Opens what a bench of steps runs on: a model whose decode state is on its device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from models.config import ModelError
+from models.device_runner import DeviceRunner
+from models.rows import RowDecoder
+from models.torch_rows import TorchRows
+from models.torch_runner import TorchRunner
+
+_PAGE_SIZE = 16
+_FREE_SHARE = 0.85
+"""Of the memory that is free beside the weights, the part that KV may take; the rest is for graphs and large steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a model is opened."""
+
+    directory: Path
+    device: torch.device
+    dtype: str
+    dummy: bool
+    """Random weights: the directory holds nothing but a config.json."""
+    max_slots: int
+    context_length: int
+    kv_tokens: int
+    """Most tokens of the KV pool; fewer where they do not fit."""
+    depth: int
+    megakernel: bool
+    """Small steps may take the decoder's fast path, if it has one."""
+
+
+def open_runner(options: Options) -> DeviceRunner:
+    """The runner, without routes and graphs. Raises ModelError."""
+    pages = -(-options.kv_tokens // _PAGE_SIZE)
+    decoder = _on_cuda(options, pages) if options.device.type == "cuda" else _on_cpu(options, pages)
+    return DeviceRunner(
+        decoder,
+        max_slots=options.max_slots,
+        max_pages=-(-options.context_length // _PAGE_SIZE),
+        depth=options.depth,
+    )
+
+
+def _on_cuda(options: Options, pages: int) -> RowDecoder:
+    from models.cuda.decoder import CudaDecoder
+
+    decoder = CudaDecoder.load(
+        options.directory,
+        device=options.device,
+        dtype=options.dtype,
+        load_format="dummy" if options.dummy else "safetensors",
+        page_size=_PAGE_SIZE,
+        context_length=options.context_length,
+    )
+    if not options.megakernel:
+        decoder.fast_path = None
+    free, _ = torch.cuda.mem_get_info(options.device)
+    decoder.allocate_kv(min(pages, int(_FREE_SHARE * free) // decoder.kv_bytes_per_page))
+    return decoder
+
+
+def _on_cpu(options: Options, pages: int) -> RowDecoder:
+    if options.dummy:
+        raise ModelError("random weights are made on a CUDA device only; name a checkpoint with --model")
+    return TorchRows(
+        TorchRunner.load(
+            options.directory,
+            dtype=options.dtype,
+            num_pages=pages,
+            page_size=_PAGE_SIZE,
+            context_length=options.context_length,
+        )
+    )

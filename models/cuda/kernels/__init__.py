@@ -1,0 +1,1 @@
+"""Triton kernels. The modules import triton, so they are imported only where a decoder for CUDA is built."""

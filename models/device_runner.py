@@ -1,0 +1,189 @@
+"""Device-resident decoding over any row decoder: the host's side of `Resident`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from models.batch import Batch, IntArray, StepOutput
+from models.eager_steps import EagerSteps
+from models.resident import NO_ROUTE, OWN_TOKEN, DeviceRoute, SlotSetup, StepRecord, StepRows
+from models.rows import RowDecoder, Runs
+from models.slots import MAX_STOP_IDS, SlotTable
+
+BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Token rows of captured steps."""
+
+
+class Steps(Protocol):
+    """What runs steps on one kind of device."""
+
+    @property
+    def graph_bytes(self) -> int:
+        """Device memory that captured graphs take."""
+        ...
+
+    def capture(self) -> None:
+        """Capture every graph for the routes that are set."""
+        ...
+
+    def set_routes(self, routes: Sequence[DeviceRoute]) -> tuple[bool, ...]:
+        """Which of the routes this device can decide."""
+        ...
+
+    def quick(self, rows: StepRows, routes: tuple[int, ...]) -> bool:
+        """Whether the step is a replay of graphs."""
+        ...
+
+    def launch(self, number: int, rows: StepRows, runs: Runs, routes: tuple[int, ...]) -> None:
+        """Queue step `number` with what the slot table has pending."""
+        ...
+
+    def poll(self) -> StepRecord | None:
+        """The record of the oldest step that has not been asked for, if it is there."""
+        ...
+
+    def step(self, batch: Batch, runs: Runs) -> StepOutput:
+        """A forward pass that leaves the slot records alone; returns when it is done."""
+        ...
+
+
+class DeviceRunner:
+    """`Resident`: decode state on the decoder's device, steps queued ahead of their results.
+
+    On a CPU a step is over when `launch` returns, with the same rules.
+
+    Args:
+        decoder: the model.
+        max_slots: slots.
+        max_pages: entries of a slot's page table row.
+        depth: most steps in flight that pay.
+        buckets: token rows of captured steps, rising.
+    """
+
+    inline = False
+    max_stop_ids = MAX_STOP_IDS
+
+    def __init__(
+        self,
+        decoder: RowDecoder,
+        *,
+        max_slots: int,
+        max_pages: int,
+        depth: int = 2,
+        buckets: Sequence[int] = BUCKETS,
+    ) -> None:
+        self.depth = depth
+        self.vocab_size = decoder.vocab_size
+        self.hidden_size = decoder.config.hidden_size
+        self.embedding: torch.Tensor | None = decoder.embedding
+        self.context_length = decoder.context_length
+        self.page_size = decoder.page_size
+        self.num_pages = decoder.num_pages
+        self._slots = SlotTable(max_slots, max_pages, decoder.device)
+        self._steps = _steps(decoder, self._slots, tuple(buckets))
+        self._decided: tuple[bool, ...] = ()
+        self._route = np.full(max_slots, NO_ROUTE, np.int64)
+        """Per slot: its route if the device decides it."""
+        self._next = np.zeros(max_slots, np.int64)
+        """Per slot: the position of its own next token, if it stays till then."""
+        self._launched = 0
+        self._polled = 0
+
+    @property
+    def graph_bytes(self) -> int:
+        """Device memory that captured graphs take."""
+        return self._steps.graph_bytes
+
+    @property
+    def in_flight(self) -> int:
+        """Steps launched and not yet polled."""
+        return self._launched - self._polled
+
+    def capture(self) -> None:
+        """Capture graphs for all buckets and the routes that are set; nothing may be in flight. Takes seconds."""
+        self._expect_idle("capture()")
+        self._steps.capture()
+
+    def set_routes(self, routes: Sequence[DeviceRoute]) -> tuple[bool, ...]:
+        """Try every route on the device; nothing may be in flight. Captured graphs know the routes of their `capture`."""
+        self._expect_idle("set_routes()")
+        self._decided = self._steps.set_routes(routes)
+        return self._decided
+
+    def setup(self, setup: SlotSetup) -> None:
+        """A request holds this slot now, or its parameters have changed.
+
+        Raises:
+            ValueError: naming the field that a slot cannot hold.
+        """
+        if setup.route != NO_ROUTE and not 0 <= setup.route < len(self._decided):
+            raise ValueError(f"route: {setup.route}, but {len(self._decided)} routes are set")
+        if setup.route != NO_ROUTE and not self._decided[setup.route]:
+            setup = replace(setup, route=NO_ROUTE)
+        self._slots.setup(setup)
+        self._route[setup.slot] = setup.route
+
+    def set_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
+        """Entries `first`... of the slot's page table row. Raises ValueError when they do not fit."""
+        self._slots.set_pages(slot, first, pages)
+
+    def quick(self, rows: StepRows) -> bool:
+        """Whether `launch` only replays graphs."""
+        return self._steps.quick(rows, self._routes_of(rows))
+
+    def launch(self, rows: StepRows) -> int:
+        """Queue a step behind those in flight; returns its number."""
+        runs = _find_runs(rows.slots, self._positions(rows))
+        self._steps.launch(self._launched + 1, rows, runs, self._routes_of(rows))
+        self._launched += 1
+        self._next[runs.slots] = runs.starts + runs.counts
+        return self._launched
+
+    def poll(self) -> StepRecord | None:
+        """The record of the oldest step not yet polled, or None while it runs."""
+        if self._polled == self._launched:
+            return None
+        record = self._steps.poll()
+        if record is not None:
+            self._polled += 1
+        return record
+
+    def step(self, batch: Batch) -> StepOutput:
+        """Feed the rows and wait for logits and hidden states, which stay valid until the next launch or step."""
+        self._expect_idle("step()")
+        columns = int(batch.positions.max(initial=0)) // self.page_size + 1
+        self._slots.match_pages(batch.slots, batch.page_table, columns)
+        return self._steps.step(batch, _find_runs(batch.slots, batch.positions))
+
+    def _positions(self, rows: StepRows) -> IntArray:
+        return np.where(rows.tokens == OWN_TOKEN, self._next[rows.slots], rows.positions)
+
+    def _routes_of(self, rows: StepRows) -> tuple[int, ...]:
+        """Routes of the logit rows that the device decides, rising."""
+        present = set(self._route[rows.slots[rows.logit_rows]].tolist())
+        present.discard(NO_ROUTE)
+        return tuple(sorted(present))
+
+    def _expect_idle(self, call: str) -> None:
+        if self.in_flight:
+            raise RuntimeError(f"{call} with {self.in_flight} steps in flight: poll their records first")
+
+
+def _steps(decoder: RowDecoder, slots: SlotTable, buckets: tuple[int, ...]) -> Steps:
+    if decoder.device.type != "cuda":
+        return EagerSteps(decoder, slots)
+    from models.cuda.captured_steps import CudaSteps  # imports triton
+
+    return CudaSteps(decoder, slots, buckets)
+
+
+def _find_runs(slots: IntArray, positions: IntArray) -> Runs:
+    """Runs of rows of one slot."""
+    edges = np.flatnonzero(np.diff(slots, prepend=-1, append=-1))
+    firsts = edges[:-1] if len(slots) else edges
+    return Runs(firsts=firsts, counts=np.diff(edges), starts=positions[firsts], slots=slots[firsts])

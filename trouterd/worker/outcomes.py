@@ -1,0 +1,163 @@
+"""What a step's outcome does to its requests: tokens committed, hand-offs sent, answers ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ipc.messages import Finish, NackReason
+from trouterd.worker.active import ActiveCounts
+from trouterd.worker.decision import FAILED
+from trouterd.worker.handoff import Handoffs
+from trouterd.worker.outbound import Outbound
+from trouterd.worker.registry import Registry
+from trouterd.worker.request import NO_TOKEN, Request, State
+from trouterd.worker.scheduler import Chunk, Scheduler
+from trouterd.worker.stats import Stats
+from trouterd.worker.stepper import Outcome
+from trouterd.worker.stream import TokenStream
+
+
+class Outcomes:
+    """Commits outcomes and ends requests; called by the decode loop only."""
+
+    def __init__(
+        self,
+        index: int,
+        registry: Registry,
+        scheduler: Scheduler,
+        handoffs: Handoffs,
+        stream: TokenStream,
+        outbound: Outbound,
+        active: ActiveCounts,
+        stats: Stats,
+    ) -> None:
+        self.index = index
+        self.registry = registry
+        self.scheduler = scheduler
+        self.handoffs = handoffs
+        self.stream = stream
+        self.outbound = outbound
+        self.active = active
+        self.stats = stats
+
+    def commit(self, outcome: Outcome) -> None:
+        """Apply a step that has ended; what it says of requests that have moved on since its launch is void."""
+        row = -1
+        for chunk in outcome.chunks:
+            row += chunk.wants_logits
+            if not chunk.current:
+                continue
+            request = chunk.request
+            if not chunk.wants_logits:
+                self.scheduler.kv.commit(request.slot, request.tokens, chunk.end)
+            elif not outcome.alive[row]:
+                # Not by our books, but the device has the last word: feed the row from here.
+                self.scheduler.rewind(request, chunk.first)
+            else:
+                self.scheduler.kv.commit(request.slot, request.tokens, chunk.end)
+                if not outcome.stays[row]:
+                    # A row behind this one, queued already, is dead.
+                    self.scheduler.rewind(request, chunk.end)
+                self._decide(request, outcome.tokens[row], outcome.destinations[row])
+        self.stats.step(outcome.rows, sum(outcome.alive), outcome.seconds)
+
+    def fail(self, chunks: Sequence[Chunk]) -> None:
+        """A step with these chunks failed, or will never be heard of: it ends its requests, not the worker."""
+        for chunk in chunks:
+            if chunk.current:
+                self._fail(chunk.request)
+
+    def not_taken(self, request: Request, held: int) -> None:
+        """A hand-off failed: go on alone with the held token, or fail the request, by the route's policy."""
+        self.stats.fallbacks += 1
+        if request.route.on_peer_loss == "fail" and request.is_entry:
+            request.error_status = 503
+            self.finish(request, "error", 0, "a model of the route is not available (on_peer_loss = fail)")
+        elif held != NO_TOKEN:
+            self._append(request, held)
+
+    def refuse(self, request: Request, reason: NackReason) -> None:
+        """Visitor: give the request up."""
+        self.handoffs.refuse(request, reason)
+        self._forget_orphan(request)
+
+    def finish(self, request: Request, reason: str, trim: int, error: str = "") -> None:
+        """Entry: the answer is over; pass it on and tell everybody who knows the request."""
+        request.finish, request.trim, request.error = reason, trim, error
+        self.stream.add(request)
+        self.forget(request)
+        self.stats.finished[reason] += 1
+
+    def drop(self, requests: Sequence[Request]) -> None:
+        """Nobody waits for these any more."""
+        for request in requests:
+            self.stream.drop(request.rid)
+            self.forget(request)
+
+    def forget(self, request: Request) -> None:
+        """The request is over here; as its entry, tell the peers."""
+        if not self.registry.close(request):
+            return
+        self.scheduler.remove(request)
+        if request.is_entry:
+            several = len(request.route.workers) > 2
+            for model, worker in enumerate(request.route.workers):
+                if worker == self.index:
+                    continue
+                # Also to those that seem not to know of it, since a third model may have told them. Without a third one,
+                # ends need not pile up for a peer that does not answer.
+                if several or request.known[model] >= 0 or self.outbound.available(worker):
+                    self.outbound.post(worker, Finish(request.rid))
+            self.active.add(request, -1)
+
+    def _decide(self, request: Request, token: int, destination: int) -> None:
+        """Commit the sampled token, hand the request off, or both."""
+        keep = request.route.algorithm.keep_sample
+        if destination == 0:
+            self._append(request, token)
+            return
+        if destination == FAILED:
+            self._fail(request)
+            return
+        if keep and self._append(request, token):
+            return
+        model = request.route.model_at(destination)
+        if self.handoffs.send(request, model, NO_TOKEN if keep else token):
+            return
+        if model == 0:
+            # An entry that does not read just now gets the request back as soon as it does.
+            self.handoffs.leave(request)
+            self._forget_orphan(request)
+        else:
+            self.not_taken(request, NO_TOKEN if keep else token)
+
+    def _append(self, request: Request, token: int) -> bool:
+        """Commit one token written here; True when it ends the answer."""
+        reason, trim = request.finish_reason(token)
+        request.append(token, request.route.side)
+        self.stats.tokens += 1
+        self.stream.add(request)
+        if not reason:
+            return False
+        if request.is_entry:
+            self.finish(request, reason, trim)
+        else:
+            self.handoffs.leave(request, reason, trim)
+            self._forget_orphan(request)
+        return True
+
+    def _fail(self, request: Request) -> None:
+        """A step with this request's rows failed."""
+        if request.is_entry:
+            self.finish(request, "error", 0, "the model failed while computing this answer")
+            return
+        request.warm = False
+        if request.state is not State.PENDING:
+            self.refuse(request, NackReason.ERROR)
+        self.scheduler.release(request)
+
+    def _forget_orphan(self, request: Request) -> None:
+        """Forget a visitor whose dead entry will never say that it is over: a hop of a third model brought it here later."""
+        if self.outbound.is_down(request.entry):
+            self.stream.drop(request.rid)
+            self.forget(request)

@@ -1,0 +1,43 @@
+"""How long steps take, learnt from those that have ended: when to queue the next one, and how long to sleep meanwhile."""
+
+from __future__ import annotations
+
+SHORT = 2e-3
+"""Seconds. Shorter steps are waited for by looking again and again: the event loop's timers tick in milliseconds."""
+WAKE_EARLY = 1e-3
+"""Seconds before a step's expected end from which on it is watched."""
+QUEUE_FROM = 0.85
+"""Share of a long step after which the next one is queued: early enough to leave no gap, late enough that requests which arrive
+while it runs still join the next one."""
+PATIENCE = 0.05
+"""A step that is over its time is looked at again after this share of the time that it has taken so far."""
+_WEIGHT = 0.2
+"""Of the latest step in the average."""
+
+
+class Pace:
+    """Expected seconds of a step by its number of rows, in powers of two."""
+
+    def __init__(self) -> None:
+        self._expected: dict[int, float] = {}
+
+    def expected(self, rows: int) -> float:
+        """Seconds; 0 while no step of about that size has ended."""
+        return self._expected.get(rows.bit_length(), 0.0)
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """A step of so many rows took so long."""
+        size = rows.bit_length()
+        known = self._expected.get(size)
+        self._expected[size] = seconds if known is None else known + _WEIGHT * (seconds - known)
+
+    def queue_from(self, rows: int) -> float:
+        """How long after the start of a running step the next one should be queued."""
+        expected = self.expected(rows)
+        return 0.0 if expected < SHORT else QUEUE_FROM * expected - WAKE_EARLY
+
+    def nap(self, rows: int, elapsed: float) -> float:
+        """How long the loop may sleep while a step runs that began so long ago; 0 = it should watch."""
+        left = self.expected(rows) - elapsed
+        nap = left - WAKE_EARLY if left > 0 else PATIENCE * elapsed
+        return nap if nap >= SHORT - WAKE_EARLY else 0.0

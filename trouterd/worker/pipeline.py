@@ -1,0 +1,193 @@
+"""Several steps in flight on a runner that keeps decode state on its device: while one runs, the next is queued behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import numpy as np
+
+from models.batch import PageTable
+from models.resident import OWN_TOKEN, Resident, StepRecord, StepRows
+from trouterd.worker.decision import checked
+from trouterd.worker.pace import Pace
+from trouterd.worker.request import Request
+from trouterd.worker.route import WorkerRoute
+from trouterd.worker.scheduler import Chunk
+from trouterd.worker.slot_setups import SlotSetups
+from trouterd.worker.stepper import NEVER, Outcome
+from trouterd.worker.synchronous import SynchronousStepper
+
+GAP = 0.25e-3
+"""Seconds of idle device between two steps that one does not have to queue ahead to avoid: a step is not worth it when the chance
+that all its rows are dead, times its length, is more."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    number: int
+    chunks: Sequence[Chunk]
+    rows: int
+    routed: list[bool]
+    """Per chunk that wants logits: the algorithm was asked."""
+    launched: float
+
+
+class PipelinedStepper:
+    """Launches steps ahead of the results of those before.
+
+    A chunk whose request the host decides runs alone, when nothing is in flight: the device's state of its slots is void then, and
+    their next rows are fed from here.
+    """
+
+    def __init__(
+        self, runner: Resident, routes: Iterable[WorkerRoute], page_table: PageTable, thread: Executor
+    ) -> None:
+        self.runner = runner
+        self._alone = SynchronousStepper(runner, page_table, thread)
+        self._setups = SlotSetups(runner, routes)
+        self._thread = thread
+        self._flights: deque[_Flight] = deque()
+        self._pace = Pace()
+        self._ended = 0
+        self._last_end = 0.0
+        self._repeat: tuple[list[int], StepRows] | None = None
+        """The latest step of own tokens only, and its slots."""
+
+    @property
+    def steps(self) -> int:
+        """Steps that have ended."""
+        return self._ended + self._alone.steps
+
+    @property
+    def started(self) -> float:
+        """When the oldest step in flight began: when it was launched, or when the one before it was seen to have ended."""
+        if not self._flights:
+            return self._alone.started
+        return max(self._flights[0].launched, self._last_end)
+
+    @property
+    def in_flight(self) -> int:
+        """Steps launched whose outcome has not been taken."""
+        return len(self._flights) + self._alone.in_flight
+
+    def hosted(self, request: Request) -> bool:
+        """Whether the device cannot decide the request's tokens."""
+        return self._setups.hosted(request)
+
+    def launch_at(self, hosted: bool) -> float:
+        """At once when the device is idle or its step is short; otherwise towards the end of the running step."""
+        if not self.in_flight:
+            return 0.0
+        if hosted or self.in_flight >= self.runner.depth or not self._flights:
+            return NEVER
+        wait = self._pace.queue_from(self._flights[0].rows)
+        if wait and len(self._flights) > 1:
+            return NEVER
+        return self.started + wait
+
+    def worthwhile(self, chunks: Sequence[Chunk]) -> bool:
+        """False when another step is in flight and its results will most likely leave this one without a live row."""
+        if not self._flights:
+            return True
+        dead = 1.0
+        for chunk in chunks:
+            if not chunk.own or chunk.first < len(chunk.request.tokens):
+                return True
+            dead *= 1.0 - chunk.request.route.stay_rate
+        return dead * self._pace.expected(len(chunks)) <= GAP
+
+    async def launch(self, chunks: Sequence[Chunk]) -> None:
+        """Queue a step behind those in flight."""
+        if any(c.request.hosted and c.wants_logits for c in chunks):
+            await self._alone.launch(chunks)
+            return
+        for chunk in chunks:
+            if chunk.wants_logits:
+                self._setups.update(chunk)
+        rows = self._rows(chunks)
+        if self.runner.quick(rows):
+            number = self.runner.launch(rows)
+        else:
+            number = await asyncio.get_running_loop().run_in_executor(self._thread, self.runner.launch, rows)
+        routed = [len(c.request.route.workers) > 1 and (c.own or c.request.may_leave) for c in chunks if c.wants_logits]
+        self._flights.append(_Flight(number, chunks, len(rows), routed, time.monotonic()))
+        for chunk in chunks:
+            chunk.request.chained = chunk.wants_logits
+
+    def poll(self) -> Outcome | None:
+        """What the oldest step has decided."""
+        if self._alone.in_flight:
+            return self._alone_outcome()
+        record = self.runner.poll() if self._flights else None
+        if record is None:
+            return None
+        flight = self._flights.popleft()
+        if record.step != flight.number:
+            raise RuntimeError(f"the device reports step {record.step}, the oldest one in flight is {flight.number}")
+        return self._landed(flight, record)
+
+    def nap(self, now: float) -> float:
+        """Most of what is left of a long step."""
+        return self._pace.nap(self._flights[0].rows, now - self.started) if self._flights else 0.0
+
+    def _alone_outcome(self) -> Outcome | None:
+        outcome = self._alone.poll()
+        if outcome is not None:
+            for chunk in outcome.chunks:
+                chunk.request.chained = False
+        return outcome
+
+    def _landed(self, flight: _Flight, record: StepRecord) -> Outcome:
+        self._ended += 1
+        self._last_end = time.monotonic()
+        self._pace.observe(flight.rows, record.seconds)
+        alive, stays, destinations = record.alive.tolist(), record.stays.tolist(), record.destinations.tolist()
+        requests = [c.request for c in flight.chunks if c.wants_logits]
+        for row, request in enumerate(requests):
+            route = request.route
+            if not flight.routed[row]:
+                destinations[row] = 0
+            elif alive[row]:
+                destinations[row] = checked(route, destinations[row])
+                route.stay_rate += (stays[row] - route.stay_rate) / 32
+        return Outcome(flight.chunks, alive, record.tokens.tolist(), destinations, stays, record.seconds)
+
+    def _rows(self, chunks: Sequence[Chunk]) -> StepRows:
+        """The step's rows; the very same object again where nothing but the device's own tokens changes from step to step."""
+        if not all(chunk.own for chunk in chunks):
+            self._repeat = None
+            return _build(chunks)
+        slots = [chunk.request.slot for chunk in chunks]
+        if self._repeat is None or self._repeat[0] != slots:
+            self._repeat = slots, _build(chunks)
+        return self._repeat[1]
+
+
+def _build(chunks: Sequence[Chunk]) -> StepRows:
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    logit_rows: list[int] = []
+    for chunk in chunks:
+        request, first, count = chunk.request, chunk.first, chunk.count
+        if chunk.own:
+            tokens.append(OWN_TOKEN)
+            positions.append(0)
+            slots.append(request.slot)
+        else:
+            tokens += request.tokens[first : first + count]
+            positions += range(first, first + count)
+            slots += [request.slot] * count
+        if chunk.wants_logits:
+            logit_rows.append(len(tokens) - 1)
+    return StepRows(
+        slots=np.array(slots, dtype=np.int64),
+        tokens=np.array(tokens, dtype=np.int64),
+        positions=np.array(positions, dtype=np.int64),
+        logit_rows=np.array(logit_rows, dtype=np.int64),
+    )

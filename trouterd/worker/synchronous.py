@@ -1,0 +1,123 @@
+"""One step at a time: the host feeds known tokens, waits for the logits and decides from them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import Executor
+
+import numpy as np
+import torch
+
+from models.batch import Batch, ModelRunner, PageTable
+from trouterd.worker.decision import decide
+from trouterd.worker.request import Request
+from trouterd.worker.scheduler import Chunk
+from trouterd.worker.stepper import NEVER, Outcome
+
+
+class SynchronousStepper:
+    """Runs steps on any model runner. `run` touches tensors and the requests' scratch space only, so that it may run in another
+    thread while the loop serves I/O."""
+
+    def __init__(self, runner: ModelRunner, page_table: PageTable, thread: Executor) -> None:
+        self.runner = runner
+        self.page_table = page_table
+        self.steps = 0
+        self.started = 0.0
+        self._thread = thread
+        self._outcome: Outcome | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """1 between `launch` and `poll`."""
+        return int(self._outcome is not None)
+
+    def hosted(self, request: Request) -> bool:
+        """Never: here the host decides all of them."""
+        del request
+        return False
+
+    def launch_at(self, hosted: bool) -> float:
+        """At once when the last step's outcome has been taken."""
+        del hosted
+        return NEVER if self._outcome else 0.0
+
+    def worthwhile(self, chunks: Sequence[Chunk]) -> bool:
+        """Always: every row is certain."""
+        del chunks
+        return True
+
+    async def launch(self, chunks: Sequence[Chunk]) -> None:
+        """Run the step to its end."""
+        batch = build(chunks, self.page_table)
+        wanted = [c.request for c in chunks if c.wants_logits]
+        routed = [r.may_leave for r in wanted]
+        if self.runner.inline:
+            self._outcome = self.run(chunks, batch, wanted, routed)
+        else:
+            self._outcome = await asyncio.get_running_loop().run_in_executor(
+                self._thread, self.run, chunks, batch, wanted, routed
+            )
+
+    def run(
+        self, chunks: Sequence[Chunk], batch: Batch, requests: Sequence[Request], routed: Sequence[bool]
+    ) -> Outcome:
+        """Forward, sample and route.
+
+        Args:
+            chunks: what is fed.
+            batch: the same as token rows.
+            requests: the R requests whose logits are wanted, in order.
+            routed: which of them may be handed off now.
+        """
+        self.started = begin = time.monotonic()
+        try:
+            with torch.inference_mode():
+                tokens, destinations = decide(self.runner.step(batch), batch, requests, routed)
+            count = len(requests)
+            return Outcome(chunks, [True] * count, tokens, destinations, [False] * count, time.monotonic() - begin)
+        finally:
+            self.started = 0.0
+            self.steps += 1
+
+    def poll(self) -> Outcome | None:
+        """The outcome of the step that was launched."""
+        outcome, self._outcome = self._outcome, None
+        return outcome
+
+    def nap(self, now: float) -> float:
+        """There is never anything to wait for."""
+        del now
+        return 0.0
+
+
+def build(chunks: Sequence[Chunk], page_table: PageTable) -> Batch:
+    """The batch that feeds the chunks, all of whose tokens are known."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    logit_rows: list[int] = []
+    output_index: list[int] = []
+    for chunk in chunks:
+        request, first, count = chunk.request, chunk.first, chunk.count
+        if count == 1:
+            tokens.append(request.tokens[first])
+            positions.append(first)
+            slots.append(request.slot)
+        else:
+            tokens += request.tokens[first : first + count]
+            positions += range(first, first + count)
+            slots += [request.slot] * count
+        if chunk.wants_logits:
+            logit_rows.append(len(tokens) - 1)
+            output_index.append(request.output_length)
+    return Batch(
+        tokens=np.array(tokens, dtype=np.int64),
+        positions=np.array(positions, dtype=np.int64),
+        slots=np.array(slots, dtype=np.int64),
+        page_table=page_table,
+        logit_rows=np.array(logit_rows, dtype=np.int64),
+        output_index=np.array(output_index, dtype=np.int64),
+    )
