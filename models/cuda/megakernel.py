@@ -86,7 +86,7 @@ class Megakernel:
                 f"the megakernel addresses fewer than 2^31 tokens times KV heads, not {k_cache.shape[1:4]}"
             )
         if k_cache.shape[3] % _KEY_TILE:
-            raise ModelError(f"the megakernel needs pages of a multiple of {_KEY_TILE} tokens, not {k_cache.shape[3]}")
+            raise ModelError(f"page_size {k_cache.shape[3]}: the megakernel needs a multiple of {_KEY_TILE}")
         group = config.num_heads // config.num_kv_heads
         self._split_tasks = 4 * weights.grid
         scratch = self._scratch
