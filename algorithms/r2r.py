@@ -19,6 +19,7 @@ from msgspec import Meta
 from algorithms.base import Algorithm, Definition, ReturnAfterOne, RouteContext, StepResult
 from algorithms.r2r_router import RouterFile
 from algorithms.registry import AlgorithmError
+from models.cuda.router_head import MOST_ROWS, largest
 
 
 class R2RParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -67,13 +68,20 @@ class R2REntry(Algorithm):
 
     def probabilities(self, step: StepResult) -> torch.Tensor:
         """[R] float32 probability that the models diverge at each row's position."""
-        top = step.logits.topk(self._top, dim=-1).values
-        return self._router(step.hidden, self._embedding[step.tokens], top).sigmoid()
+        return self._judge(step)[0]
 
     def route(self, step: StepResult) -> torch.Tensor:
         """1 where p >= threshold."""
-        given = step.params["threshold"]
-        return (self.probabilities(step) >= given.where(given >= 0, self._calibrated)).long()
+        return self._judge(step)[1]
+
+    def _judge(self, step: StepResult) -> tuple[torch.Tensor, torch.Tensor]:
+        """Probabilities and decisions."""
+        given, head = step.params["threshold"], self._router.head
+        if head is not None and len(step.tokens) <= MOST_ROWS:
+            return head(step.hidden, step.tokens, self._embedding, step.logits, given, self._calibrated)
+        top = largest(step.logits, self._top)
+        probabilities = self._router(step.hidden, self._embedding[step.tokens], top).sigmoid()
+        return probabilities, (probabilities >= given.where(given >= 0, self._calibrated)).long()
 
 
 def _side(index: int) -> type[Algorithm]:

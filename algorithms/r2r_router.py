@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from algorithms.checkpoint import Tensors, load_mapping
 from algorithms.registry import AlgorithmError
+from models.cuda.router_head import HeadBlock, RouterHead, RouterInputs, make_head
 
 MODEL_TYPE = "HiddenStatesTokenLMHeadLogitsClassifier"
 _EPS = 1e-5
@@ -40,7 +41,13 @@ class R2RRouter:
     """The router on a device, in one floating type."""
 
     def __init__(
-        self, combined: Affine, blocks: list[_Block], out_norm: Affine, out: Affine, norms: tuple[Affine, Affine] | None
+        self,
+        combined: Affine,
+        blocks: list[_Block],
+        out_norm: Affine,
+        out: Affine,
+        norms: tuple[Affine, Affine] | None,
+        inputs: RouterInputs,
     ) -> None:
         self._combined = combined
         self._blocks = blocks
@@ -48,6 +55,11 @@ class R2RRouter:
         self._out = out
         self._norms = norms
         """LayerNorms of hidden state and embedding, if the checkpoint normalises its inputs."""
+        self.head: RouterHead | None = None
+        """The same network as kernels of its own, from the logits to the decision; None where it does not fit them."""
+        if norms is None and all(block.change is None for block in blocks):
+            plain = [HeadBlock(block.norm, block.widen, block.narrow) for block in blocks]
+            self.head = make_head(combined, plain, out_norm, out, inputs, _EPS)
 
     def __call__(self, hidden: torch.Tensor, embedded: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
         """[R] float32 logits of "the models diverge here".
@@ -166,7 +178,8 @@ class RouterFile:
                 placed(norm("layer_norm_token", embedding_size)),
             )
         tensors.finish(ignored=(_EMBEDDING,))
-        return R2RRouter(placed(combined), blocks, placed(out_norm), placed(out), norms)
+        sizes = RouterInputs(hidden=hidden, embedding=embedding_size, top=self.top)
+        return R2RRouter(placed(combined), blocks, placed(out_norm), placed(out), norms, sizes)
 
 
 def save(path: Path, state: dict[str, torch.Tensor], init_args: dict[str, Any], threshold: float) -> None:

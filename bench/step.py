@@ -12,16 +12,11 @@ that is cut short leaves what it has. --vllm runs the peer of `bench.step_peer` 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -37,12 +32,12 @@ from bench.step_peer import PeerError, PeerStep, run_peer
 from bench.step_report import markdown
 from bench.step_rig import Rig, Timing, TooLargeError
 from bench.step_shapes import SHAPES, write_shape
+from bench.surroundings import surroundings
 from models.config import ModelConfig, ModelError
 from models.resident import NO_ROUTE
 from models.weights import DTYPES
 
 SECTIONS = ("decode", "extend", "prefill", "generate", "profile")
-_PACKAGES = ("torch", "triton", "flashinfer-python", "numpy")
 _PROFILE_STEPS = 20
 _MARGIN = 16
 """Tokens of context beside those that a case asks for."""
@@ -88,9 +83,7 @@ class Bench:
             most_steps=options.steps,
         )
         self.result: dict[str, Any] = {
-            "hardware": _hardware(device),
-            "versions": _versions(),
-            "commit": _commit(),
+            **surroundings(device),
             "command": " ".join(("python -m bench.step", *options.arguments)),
             "model": {
                 "name": options.shape if options.model is None else str(directory),
@@ -304,33 +297,6 @@ def _most_tokens(options: argparse.Namespace) -> int:
 
 def _words(facts: dict[str, Any]) -> str:
     return " ".join(f"{name} {value}" for name, value in facts.items() if isinstance(value, int))
-
-
-def _hardware(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
-    return f"{os.cpu_count()} cores of {platform.machine()}"
-
-
-def _versions() -> dict[str, str]:
-    versions = {"Python": platform.python_version()}
-    for package in _PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
-
-
-def _commit() -> str:
-    """The commit of this folder, with a + where files differ from it."""
-    home = Path(__file__).parent
-    try:
-        name = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=home, capture_output=True, text=True)
-        changes = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=home, capture_output=True, text=True)
-    except OSError:
-        return "an unknown commit"
-    if name.returncode:
-        return "an unknown commit"
-    return name.stdout.strip() + ("+" if changes.stdout else "")
 
 
 def _write(path: Path, text: str) -> None:

@@ -88,10 +88,8 @@ class PagedAttention:
         self.page_size = page_size
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.device = device
-        self._num_pages = num_pages
-        shape = (kv_heads * num_pages, page_size * head_dim)
-        self._keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self._values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self._layers, self._dtype = layers, dtype
+        self.resize(num_pages)
         # Fresh memory of this size would be mapped and unmapped by the allocator at every use.
         self._block_scratch = torch.empty(0, dtype=dtype, device=device)
         self._score_scratch = torch.empty(0, device=device)
@@ -103,6 +101,15 @@ class PagedAttention:
         counts = [count for count in self._plan.counts if count >= self._group] or [self._group]
         sizes = (max(count for count in counts if count <= max(counts[0], size)) for size in _TILE_ROWS)
         self._tile_rows = tuple(dict.fromkeys(sizes))
+
+    def resize(self, num_pages: int) -> None:
+        """A pool of another size; what the old one held is gone, its memory free before the new one is taken."""
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+        self._num_pages = num_pages
+        shape = (self.kv_heads * num_pages, self.page_size * self.head_dim)
+        for pool in (self._keys, self._values):
+            pool += [torch.zeros(shape, dtype=self._dtype, device=self.device) for _ in range(self._layers)]
 
     def prepare(self, batch: Batch) -> AttentionStep:
         """Where the batch's rows are written and read; shared by all layers of the step."""

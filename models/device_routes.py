@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 FAILED = -1
 """Destination of rows whose routing function failed."""
-_FOREIGN = 1.0
+FOREIGN = 1.0
 """Parameters of rows that belong to another route: inside the range of nearly anything, divisors included."""
 
 
@@ -45,30 +45,25 @@ class RouteInputs:
             index=torch.zeros(count, dtype=torch.int64, device=device),
             seed=torch.zeros(count, dtype=torch.int64, device=device),
             choice=torch.zeros(count, dtype=torch.int64, device=device),
-            params=torch.zeros(count, MAX_PARAMS, device=device),
+            params=torch.full((count, MAX_PARAMS), FOREIGN, device=device),
             route=torch.full((count,), NO_ROUTE, dtype=torch.int32, device=device),
         )
 
-    def first(self, count: int) -> RouteInputs:
-        """Views of the first rows."""
-        parts = (self.tokens, self.index, self.seed, self.choice, self.params, self.route)
-        return RouteInputs(*(part[:count] for part in parts))
+    def of_route(self, mine: torch.Tensor) -> RouteInputs:
+        """The same with parameters of all but `mine` [R] bool replaced."""
+        return replace(self, params=self.params.masked_fill(~mine[:, None], FOREIGN))
 
 
 class RouteError(RuntimeError):
     """A routing function failed, or gave something that is no destination per row."""
 
 
-def decide(
-    route: DeviceRoute, number: int, output: StepOutput, inputs: RouteInputs
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which rows are the route's, [R] bool, and its answer, [R] int32.
+def ask(route: DeviceRoute, output: StepOutput, inputs: RouteInputs) -> torch.Tensor:
+    """[R] integers: the route's answer for all rows; parameters of other routes' rows have been replaced.
 
     Raises:
         RouteError: naming the route and what went wrong.
     """
-    mine = inputs.route == number
-    columns = inputs.params.masked_fill(~mine[:, None], _FOREIGN)
     rows = RoutedRows(
         logits=output.logits,
         hidden=output.hidden,
@@ -76,19 +71,19 @@ def decide(
         index=inputs.index,
         seed=inputs.seed,
         choice=inputs.choice,
-        params={name: columns[:, place] for place, name in enumerate(route.params)},
+        params={name: inputs.params[:, place] for place, name in enumerate(route.params)},
     )
     try:
         answer = route.decide(rows)
     except Exception as error:  # code of users
         reason = " ".join(str(error).split())
         raise RouteError(f"route '{route.name}': {type(error).__name__}: {reason}") from error
-    if answer.shape != mine.shape or answer.is_floating_point() or answer.device != mine.device:
+    if answer.shape != inputs.route.shape or answer.is_floating_point() or answer.device != inputs.route.device:
         raise RouteError(
             f"route '{route.name}': {answer.dtype} {list(answer.shape)} on {answer.device} is no destination"
-            f" for each of {len(mine)} rows on {mine.device}"
+            f" for each of {len(inputs.route)} rows on {inputs.route.device}"
         )
-    return mine, answer.to(torch.int32)
+    return answer
 
 
 def destinations(
@@ -97,12 +92,13 @@ def destinations(
     """[R] int32 destinations: each present route's answer in its own rows, 0 elsewhere, FAILED where a function failed."""
     result = torch.zeros_like(inputs.route)
     for number in present:
+        mine = inputs.route == number
         try:
-            mine, answer = decide(routes[number], number, output, inputs)
+            answer = ask(routes[number], output, inputs.of_route(mine))
         except RouteError:
             log.exception("a routing function failed: its requests of this step end with an error")
-            mine, answer = inputs.route == number, torch.full_like(result, FAILED)
-        result = torch.where(mine, answer, result)
+            answer = torch.full_like(result, FAILED)
+        result = torch.where(mine, answer, result).to(torch.int32)
     return result
 
 
@@ -117,7 +113,7 @@ def works(route: DeviceRoute, output: StepOutput, inputs: RouteInputs) -> bool:
         )
         return False
     try:
-        decide(route, 0, output, inputs)
+        ask(route, output, inputs)
     except RouteError as error:
         log.warning("route decided by the host: %s", error)
         return False

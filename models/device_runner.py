@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -122,9 +123,10 @@ class DeviceRunner:
         """
         if setup.route != NO_ROUTE and not 0 <= setup.route < len(self._decided):
             raise ValueError(f"route: {setup.route}, but {len(self._decided)} routes are set")
+        if setup.route != NO_ROUTE and not self._decided[setup.route]:
+            setup = replace(setup, route=NO_ROUTE)
         self._slots.setup(setup)
-        decided = setup.route != NO_ROUTE and self._decided[setup.route]
-        self._route[setup.slot] = setup.route if decided else NO_ROUTE
+        self._route[setup.slot] = setup.route
 
     def set_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
         """Entries `first`... of the slot's page table row. Raises ValueError when they do not fit."""
@@ -173,8 +175,11 @@ class DeviceRunner:
 
 
 def _steps(decoder: RowDecoder, slots: SlotTable, buckets: tuple[int, ...]) -> Steps:
-    del buckets
-    return EagerSteps(decoder, slots)
+    if decoder.device.type != "cuda":
+        return EagerSteps(decoder, slots)
+    from models.cuda.captured_steps import CudaSteps  # imports triton
+
+    return CudaSteps(decoder, slots, buckets)
 
 
 def _find_runs(slots: IntArray, positions: IntArray) -> Runs:

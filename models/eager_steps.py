@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -18,8 +17,6 @@ from models.resident import NO_ROUTE, OWN_TOKEN, DeviceRoute, StepRecord, StepRo
 from models.rows import RowDecoder, Rows, Runs
 from models.sampler import Edits, SamplingRows, sample
 from models.slots import MAX_PARAMS, Field, Int32Array, SlotTable
-
-log = logging.getLogger(__name__)
 
 _TRIAL_ROWS = 2
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -73,4 +73,13 @@ class RowDecoder(Protocol):
         Only enqueues work on the current stream: no host synchronisation, and none of the tensors' contents are read on the
         host, so that the call can be captured. With `runs` (never while capturing) kernels may be chosen and planned by it.
         """
+        ...
+
+
+@runtime_checkable
+class Accompanied(Protocol):
+    """A `RowDecoder` whose `forward` also runs elsewhere, where it is captured when it is captured here."""
+
+    def replaying(self, rows: int, logit_rows: int) -> None:
+        """A graph that holds a captured `forward` of so many rows and logit rows is replayed next."""
         ...

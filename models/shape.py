@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from models.config import FAMILIES, ModelConfig, read_json
+from models.config import FAMILIES, ModelConfig, ModelError, read_json
 from models.transformers_config import TransformersConfig
 
 Shape = ModelConfig | TransformersConfig
@@ -16,3 +16,11 @@ def load_shape(directory: Path) -> Shape:
     # A file without a model_type gets the message of our own families.
     own = not isinstance(family, str) or family in FAMILIES
     return ModelConfig.load(directory) if own else TransformersConfig.load(directory)
+
+
+def weight_bytes(directory: Path, element_size: int) -> int:
+    """Bytes of a checkpoint's weights with elements of this size: exact for our own families, the size of the files for others."""
+    try:
+        return ModelConfig.load(directory).parameters() * element_size
+    except ModelError:
+        return sum(file.stat().st_size for file in Path(directory).glob("*.safetensors"))

@@ -79,6 +79,11 @@ class TorchRunner:
             )
         return cls(decoder, attention, num_pages=num_pages, context_length=context)
 
+    def allocate_kv(self, num_pages: int) -> None:
+        """A KV pool of another size; what the old one held is gone."""
+        self._attention.resize(num_pages)
+        self.num_pages = num_pages
+
     def step(self, batch: Batch) -> StepOutput:
         """Feed the rows, write their K and V, return logits and hidden states of the wanted rows."""
         with torch.inference_mode():

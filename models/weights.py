@@ -14,6 +14,8 @@ from models.config import ModelConfig, ModelError, read_json
 from models.shape import Shape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_FILE_DTYPES = ("F64", "F32", "F16", "BF16")
+"""As safetensors names them; whatever else there is, is quantised."""
 _SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # Buffers that old checkpoints saved although they follow from config.json.
@@ -87,8 +89,6 @@ class Checkpoint:
             if path not in self._handles:
                 self._handles[path] = safe_open(path, framework="pt")
             tensor: torch.Tensor = self._handles[path].get_slice(name)[index]
-        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
-            raise ModelError(f"{path}: {name}: dtype {tensor.dtype} is not supported; use float32, float16 or bfloat16")
         return tensor
 
     def _check(self, config: ModelConfig) -> None:
@@ -107,14 +107,18 @@ class Checkpoint:
 
     def _check_shapes(self, path: Path) -> None:
         with _named(path), safe_open(path, framework="pt") as file:
-            held = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  (no mapping)
+            headers = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
+            held = {name: (tuple(header.get_shape()), header.get_dtype()) for name, header in headers.items()}
         for name, shape in self._expected.items():
             if self._files[name] != path:
                 continue
             if name not in held:
                 raise ModelError(f"{path}: tensor {name} is missing, though {INDEX} places it here")
-            if held[name] != shape:
-                raise ModelError(f"{path}: tensor {name} has shape {held[name]}, config.json asks for {shape}")
+            if held[name][0] != shape:
+                raise ModelError(f"{path}: tensor {name} has shape {held[name][0]}, config.json asks for {shape}")
+            if held[name][1] not in _FILE_DTYPES:
+                known = ", ".join(_FILE_DTYPES)
+                raise ModelError(f"{path}: tensor {name} has dtype {held[name][1]}; supported are {known}")
 
 
 def locate(directory: Path) -> dict[str, Path]:

@@ -8,18 +8,20 @@ from pathlib import Path
 from algorithms.registry import AlgorithmError, load, validate_params
 from models.config import ModelConfig, ModelError
 from models.script import ScriptError, ScriptRunner
-from models.shape import load_shape
+from models.shape import Shape, load_shape
 from models.tokenizer import Tokenizer
 from models.transformers_config import TransformersConfig
 from models.weights import Checkpoint, locate
 from trouterd.config import Config, Model
-from trouterd.worker.engine import device_problem
-from trouterd.worker.room import model_room, script_room
+from trouterd.worker.gpu_check import Host, choose_backend, device_problem, memory_problems
+from trouterd.worker.room import gpu_context, model_room, script_room
 
 
 def deep_problems(config: Config) -> list[str]:
     """One line per problem, naming the key and the file: model directories, tokenizers of each route, algorithms."""
-    problems = [problem for name, model in config.models.items() for problem in _model_problems(name, model)]
+    host = Host.this()
+    problems = [problem for name, model in config.models.items() for problem in _model_problems(name, model, host)]
+    problems += [problem for _, problem in memory_problems(config, host)]
     tokenizers, unreadable = _tokenizers(config)
     problems += unreadable
     for name, route in config.routes.items():
@@ -35,14 +37,17 @@ def deep_problems(config: Config) -> list[str]:
 
 def remarks(config: Config) -> list[str]:
     """One line on each model that is served otherwise than its user may think."""
-    return [remark for name, model in config.models.items() for remark in _model_remarks(name, model)]
+    host = Host.this()
+    return [remark for name, model in config.models.items() for remark in _model_remarks(name, model, host)]
 
 
-def _model_remarks(name: str, model: Model) -> Iterable[str]:
+def _model_remarks(name: str, model: Model, host: Host) -> Iterable[str]:
     if model.format == "script":
         return
     try:
         shape = load_shape(Path(model.path))
+        if model.gpus and not device_problem(model, host) and (why := choose_backend(name, model, shape, host).why):
+            yield why
     except ModelError:
         return  # among the problems
     if isinstance(shape, TransformersConfig):
@@ -51,9 +56,10 @@ def _model_remarks(name: str, model: Model) -> Iterable[str]:
             yield f"models.{name}: its context is {shape.context_length}: {shape.bound} of its config.json ends there"
 
 
-def _model_problems(name: str, model: Model) -> Iterable[str]:
-    if problem := device_problem(model):
-        yield f"models.{name}.device: {problem}"
+def _model_problems(name: str, model: Model, host: Host) -> Iterable[str]:
+    problem = device_problem(model, host)
+    if problem:
+        yield f"models.{name}.{problem}"
     try:
         if model.format == "script":
             script = ScriptRunner.load(Path(model.path))
@@ -65,19 +71,27 @@ def _model_problems(name: str, model: Model) -> Iterable[str]:
     try:
         if model.format == "script":
             script_room(name, model, script)
+        elif model.gpus:
+            gpu_context(name, model, shape)
+            if not problem:
+                choose_backend(name, model, shape, host)
         else:
             model_room(name, model, shape)
     except ModelError as error:
         yield str(error)
-    if model.format != "script":
-        try:
-            # Only headers of the files are read, no tensor.
-            if isinstance(shape, ModelConfig):
-                Checkpoint(Path(model.path), shape)
-            else:
-                locate(Path(model.path))
-        except ModelError as error:
-            yield f"models.{name}.path: {error}"
+    if model.format != "script" and model.load_format != "dummy":
+        yield from _file_problems(name, model, shape)
+
+
+def _file_problems(name: str, model: Model, shape: Shape) -> Iterable[str]:
+    """Only headers of the files are read, no tensor."""
+    try:
+        if isinstance(shape, ModelConfig):
+            Checkpoint(Path(model.path), shape)
+        else:
+            locate(Path(model.path))
+    except ModelError as error:
+        yield f"models.{name}.path: {error}"
 
 
 def _tokenizers(config: Config) -> tuple[dict[str, Tokenizer], list[str]]:

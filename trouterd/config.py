@@ -99,6 +99,27 @@ class Rings(Section, frozen=True):
     checksum: Annotated[bool, Meta(description="Checksum every record (finds wild writes; costs time).")] = False
 
 
+class Gpu(Section, frozen=True):
+    """How models use and share the GPUs."""
+
+    memory_fraction: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="Part of each GPU's memory that its models may take together; KV pools get what weights, graphs"
+            " and workspace leave of it.",
+        ),
+    ] = 0.9
+    mps: Annotated[
+        Literal["auto", "off"],
+        Meta(
+            description="'auto' starts CUDA MPS for models that share a GPU, so that their kernels run side by side;"
+            " 'off' lets them take turns."
+        ),
+    ] = "auto"
+
+
 class Model(Section, frozen=True):
     """One model, served by one worker process."""
 
@@ -114,23 +135,53 @@ class Model(Section, frozen=True):
     ] = "hf"
     tokenizer: Annotated[str, Meta(description="Directory of the tokenizer; '' = the model's own.")] = ""
     device: Annotated[str, Meta(description="'cpu' or a CUDA device such as 'cuda:0'.")] = "cpu"
-    dtype: Annotated[Literal["float32", "bfloat16"], Meta(description="Type of weights and KV.")] = "float32"
+    tensor_parallel: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="GPUs that the model is split over, a power of two: `device` and the ones after it.",
+        ),
+    ] = 1
+    backend: Annotated[
+        Literal["auto", "torch", "flashinfer"],
+        Meta(
+            description="'torch' is the reference, 'flashinfer' the fast one for CUDA; 'auto' takes the fast one where"
+            " it can run and logs why where it cannot."
+        ),
+    ] = "auto"
+    load_format: Annotated[
+        Literal["auto", "dummy"],
+        Meta(description="'dummy' makes random weights of the shape in config.json: benchmarks of speed."),
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Meta(description="Type of weights and KV; 'auto' = bfloat16 on CUDA, float32 on the CPU."),
+    ] = "auto"
     threads: Annotated[int, Meta(ge=1, le=1024, description="CPU threads of the worker.")] = 1
     context_length: Annotated[
         int,
         Meta(
             ge=0,
             le=1 << 30,
-            description="Largest prompt + output, tokens; 0 = the model's own, which can need much kv_bytes.",
+            description="Largest prompt + output, tokens; 0 = the model's own, which can need much memory.",
         ),
     ] = 0
     kv_tokens: Annotated[
-        int, Meta(ge=0, le=1 << 40, description="KV pool size in tokens; 0 = 16 full contexts, capped by kv_bytes.")
+        int,
+        Meta(
+            ge=0,
+            le=1 << 40,
+            description="KV pool size in tokens. 0 = CPU: 16 full contexts, capped by kv_bytes; GPU: as many as fit into"
+            " gpu.memory_fraction, the same number for all models that share a GPU.",
+        ),
     ] = 0
     kv_bytes: Annotated[
         int,
         Meta(
-            ge=1 << 20, le=1 << 50, description="Most bytes that an automatic KV pool takes; one full context must fit."
+            ge=1 << 20,
+            le=1 << 50,
+            description="CPU: most bytes that an automatic KV pool takes; one full context must fit.",
         ),
     ] = 1 << 30
     page_size: Annotated[int, Meta(ge=1, le=1 << 16, description="Tokens of one KV page.")] = 16
@@ -142,10 +193,54 @@ class Model(Section, frozen=True):
         int, Meta(ge=16, description="Token rows of one step; longer prefills are chunked.", extra=LIVE)
     ] = 512
 
+    graphs: Annotated[bool, Meta(description="GPU: capture steps of common sizes as CUDA graphs at start.")] = True
+    depth: Annotated[
+        int,
+        Meta(ge=1, le=4, description="GPU: decode steps in flight; with 2 the GPU never waits for the CPU."),
+    ] = 2
+    megakernel: Annotated[
+        Literal["auto", "off"],
+        Meta(
+            description="GPU: 'auto' runs steps of up to 64 rows as one persistent kernel where the GPU and the model's"
+            " shape allow it and a second copy of the weights takes at most 1/8 of the memory; of models that share a GPU"
+            " only the smallest does."
+        ),
+    ] = "auto"
+    sm_percent: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=100,
+            description="Part of a shared GPU's multiprocessors that the model may use at once, by MPS; 0 = 80 for the"
+            " largest model on the GPU, no limit for others.",
+        ),
+    ] = 0
+
     @property
     def tokenizer_folder(self) -> str:
         """Where the tokenizer lies."""
         return self.tokenizer or self.path
+
+    @property
+    def gpus(self) -> range:
+        """Indices of the GPUs that the model is on; empty on the CPU and for a script."""
+        kind, _, index = self.device.partition(":")
+        if kind != "cuda" or self.format == "script":
+            return range(0)
+        first = int(index or 0)
+        return range(first, first + self.tensor_parallel)
+
+    @property
+    def element_type(self) -> str:
+        """'float32' or 'bfloat16': `dtype` with 'auto' resolved."""
+        if self.dtype != "auto":
+            return self.dtype
+        return "bfloat16" if self.device.startswith("cuda") else "float32"
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one weight."""
+        return 2 if self.element_type == "bfloat16" else 4
 
 
 class Route(Section, frozen=True):
@@ -181,6 +276,7 @@ class Config(Section, frozen=True):
     server: Server = Server()
     supervision: Supervision = Supervision()
     rings: Rings = Rings()
+    gpu: Gpu = Gpu()
     models: Annotated[dict[str, Model], Meta(description="One table per model.")] = {}
     routes: Annotated[
         dict[str, Route], Meta(description="One table per route; every model is also a route of its own.")
@@ -190,6 +286,16 @@ class Config(Section, frozen=True):
         """Configured routes plus one single-model route per model, by public name."""
         singles = {name: Route(models=[name]) for name in self.models}
         return singles | self.routes
+
+    def sharing(self, gpu: int) -> list[str]:
+        """Names of the models on a GPU."""
+        return [name for name, model in self.models.items() if gpu in model.gpus]
+
+    @property
+    def shared_gpus(self) -> list[int]:
+        """GPUs with more than one model."""
+        gpus = sorted({gpu for model in self.models.values() for gpu in model.gpus})
+        return [gpu for gpu in gpus if len(self.sharing(gpu)) > 1]
 
     def worker_index(self, model: str) -> int:
         """Index of a model's worker: its place in `models`."""

@@ -29,6 +29,8 @@ def config_problems(config: Config) -> list[str]:
         problems.append("models: no model is configured; add a table such as [models.small] with path = ...")
     for name, model in config.models.items():
         problems += _name_problems("models", name) + _model_problems(name, model)
+    if all(_DEVICE.fullmatch(model.device) for model in config.models.values()):
+        problems += _gpu_problems(config)
     for name, route in config.routes.items():
         problems += _name_problems("routes", name) + _route_problems(name, route, config)
     return problems
@@ -106,6 +108,59 @@ def _model_problems(name: str, model: Model) -> list[str]:
     if not _DEVICE.fullmatch(model.device):
         problems.append(f"{key}.device: expected 'cpu' or a CUDA device such as 'cuda:0', got {model.device!r}")
     return problems
+
+
+def _gpu_problems(config: Config) -> list[str]:
+    """What must hold between models and the GPUs that they name; whether these GPUs are there is not known here."""
+    problems = []
+    for name, model in config.models.items():
+        key, count = f"models.{name}", model.tensor_parallel
+        if count & (count - 1):
+            problems.append(f"{key}.tensor_parallel: expected a power of two, got {count}")
+        if model.gpus:
+            problems += _sm_problems(name, config)
+            if count > 1 and model.backend == "torch":
+                problems.append(f"{key}.tensor_parallel: the 'torch' backend cannot split a model; use 'flashinfer'")
+            continue
+        where = f"the device is {model.device!r}" if model.format == "hf" else "a script runs on the CPU"
+        if count > 1:
+            problems.append(f"{key}.tensor_parallel: splits a model over GPUs, but {where}")
+        if model.backend == "flashinfer":
+            problems.append(f"{key}.backend: 'flashinfer' needs a CUDA device, but {where}")
+        if model.load_format == "dummy":
+            problems.append(f"{key}.load_format: random weights are made on a GPU, but {where}")
+        if model.sm_percent:
+            problems.append(f"{key}.sm_percent: limits a model on a GPU, but {where}")
+    return problems + _split_problems(config)
+
+
+def _sm_problems(name: str, config: Config) -> list[str]:
+    if not config.models[name].sm_percent:
+        return []
+    key = f"models.{name}.sm_percent"
+    if config.gpu.mps == "off":
+        return [f"{key}: works through MPS, but gpu.mps is 'off'"]
+    if not set(config.models[name].gpus) & set(config.shared_gpus):
+        return [f"{key}: works through MPS, which only models that share a GPU get; no other model is on this one's"]
+    return []
+
+
+def _split_problems(config: Config) -> list[str]:
+    """Two split models on one GPU can wait for each other for ever: the kernels of each wait for those on its other GPUs."""
+    problems = []
+    split = [(name, model.gpus) for name, model in config.models.items() if len(model.gpus) > 1]
+    for index, (name, gpus) in enumerate(split):
+        for other, others in split[:index]:
+            if set(gpus) & set(others):
+                problems.append(
+                    f"models.{name}.tensor_parallel: its GPUs {_span(gpus)} overlap with those of '{other}', {_span(others)},"
+                    " which is split too; give split models GPUs of their own"
+                )
+    return problems
+
+
+def _span(gpus: range) -> str:
+    return f"{gpus[0]} to {gpus[-1]}"
 
 
 def _route_problems(name: str, route: Route, config: Config) -> list[str]:

@@ -88,8 +88,8 @@ class PeerState(msgspec.Struct, frozen=True, tag=True):
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
-    """A request for one verb: trouterctl -> supervisor, supervisor -> child. Verbs: status, models, requests, set, abort,
-    drain, metrics, flush-cache."""
+    """A request for one verb: trouterctl -> supervisor, supervisor <-> child. Verbs: status, models, requests, set, abort,
+    drain, metrics, flush-cache; between supervisor and workers also kv-tokens and gpu-memory (`trouterd.memory`)."""
 
     id: int
     verb: str

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
@@ -17,20 +17,19 @@ from models.batch import StepOutput
 from models.config import ModelConfig, ModelError
 from models.cuda.decoder_weights import DecoderWeights, LayerWeights, MatrixKind, TensorSource, load_weights
 from models.cuda.dummy import DummyWeights
+from models.cuda.heads import HeadShape
 from models.cuda.ragged_prefill import RaggedPrefill, flashinfer_present
-from models.cuda.shard import Shard
+from models.cuda.shard import FusedSums, Shard
 from models.cuda.support import check_device, check_model
-from models.cuda.tiles import choose_tiles
+from models.cuda.tiles import LEAST_ROWS, TileShape, choose_tiles
 from models.rope import rotary_table
 from models.rows import Rows, Runs
 from models.weights import Checkpoint, resolve_dtype
 
-if TYPE_CHECKING:
-    from models.cuda.kernels.rotate_store import HeadShape
-
 LOAD_FORMATS = ("safetensors", "dummy")
 RAGGED_ROWS = 64
-"""From this many rows of one run on, the ragged prefill kernel pays its plan."""
+RAGGED_KEYS = 4096
+"""FlashInfer's prefill pays its plan where a run has so many rows and a context so many keys; below, ours is as fast."""
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
 """(layer, qkv, out): attention of all rows."""
@@ -54,12 +53,12 @@ class _Buffers:
 
     x: torch.Tensor
     """[T, H] the residual stream."""
-    delta: torch.Tensor
-    """[T, H] what the last product adds to it."""
     normed: torch.Tensor
     qkv: torch.Tensor
     attended: torch.Tensor
-    """[T, heads * head_dim]; inactive rows stay 0, so that whatever comes of them is finite."""
+    """[max(T, LEAST_ROWS), heads * head_dim]; rows that are no active ones stay 0, so that whatever comes of them is finite."""
+    deltas: tuple[torch.Tensor, torch.Tensor]
+    """[max(T, LEAST_ROWS), H] what attention and what the MLP add to `x`."""
     gate_up: torch.Tensor
     act: torch.Tensor
 
@@ -81,8 +80,6 @@ class CudaDecoder:
         vocab_size: int,
         context_length: int,
     ) -> None:
-        from models.cuda.kernels.rotate_store import HeadShape
-
         self.config = config
         self.weights = weights
         self.shard = shard
@@ -93,7 +90,7 @@ class CudaDecoder:
         self.context_length = context_length
         self.page_size = page_size
         self.num_pages = 0
-        self.shape: HeadShape = HeadShape(
+        self.shape = HeadShape(
             heads=config.num_heads // shard.world,
             kv_heads=config.num_kv_heads // shard.world,
             head_dim=config.head_dim,
@@ -105,6 +102,10 @@ class CudaDecoder:
         """Both [layers, num_pages + 1, kv_heads, page_size, head_dim]; the last page belongs to nobody."""
         self.rotations = _half_rotations(config, context_length, self.device)
         """[context_length, 2, head_dim / 2] float32 cos and sin."""
+        self.ragged_prefill = flashinfer_present()
+        """Long runs may take FlashInfer's kernel; False leaves them to the kernel of all others."""
+        self.overlap = False
+        """Start a small kernel while the product ahead of it ends; needs compute capability 9.0."""
         self.fast_path: FastPath | None = None
         self.unpack: Callable[[int, MatrixKind], torch.Tensor] | None = None
         """Gives a matrix that `weights` lacks, valid until its next call."""
@@ -171,6 +172,20 @@ class CudaDecoder:
         """Bytes of weights on this device."""
         return self.weights.bytes()
 
+    def workspace_bytes(self, rows: int, logit_rows: int) -> int:
+        """Bytes that `forward` holds at once besides weights, K and V, with T and R as given; without libraries' workspaces."""
+        from models.cuda.kernels.attention_tasks import RECORD, task_capacity
+
+        shape, cut = self.shape, self._tiles(rows)
+        group = shape.heads // shape.kv_heads
+        capacity, cells = task_capacity(rows, rows, cut.query_rows // group, cut)
+        attention = 4 * (capacity * RECORD + cells * shape.kv_heads * (cut.query_rows * (shape.head_dim + 2) + 1))
+        activations = sum(count * width for count, width in self._buffer_sizes(rows).values())
+        hidden = logit_rows * self.config.hidden_size
+        wide = self.shard.world * len(self.weights.head)
+        logits = 4 * logit_rows * (wide if self.shard.world == 1 else 2 * wide + len(self.weights.head))
+        return attention + (activations + hidden) * self.dtype.itemsize + logits
+
     def allocate_kv(self, num_pages: int) -> None:
         """Make room for `num_pages` pages and one that belongs to nobody; what was there before is gone."""
         shape = self.shape
@@ -205,11 +220,14 @@ class CudaDecoder:
         from models.cuda.kernels.rotate_store import rotate_store
         from models.cuda.kernels.silu_mul import silu_mul
 
-        weights, eps, own = self.weights, self.config.rms_norm_eps, self._buffers(len(rows))
+        weights, eps, overlap = self.weights, self.config.rms_norm_eps, self.overlap
+        sums = self.shard.fused(max(len(rows), LEAST_ROWS))
+        own = self._buffers(len(rows), sums)
+        attention, mlp = own.deltas
         rms_norm(weights.embedding, weights.layers[0].input_norm, eps, own.normed, index=rows.tokens, keep=own.x)
         for index, layer in enumerate(weights.layers):
             if index:
-                rms_norm(own.x, layer.input_norm, eps, own.normed, delta=own.delta, keep=own.x)
+                self._add_norm(mlp, own, layer.input_norm, sums)
             self._linear(own.normed, index, layer, "qkv", own.qkv)
             rotate_store(
                 own.qkv,
@@ -221,18 +239,43 @@ class CudaDecoder:
                 self.k_cache[index],
                 self.v_cache[index],
                 self.shape,
+                overlap=overlap,
             )
             attend(index, own.qkv, own.attended)
-            self._linear(own.attended, index, layer, "o", own.delta)
-            self.shard.all_reduce(own.delta)
-            rms_norm(own.x, layer.mlp_norm, eps, own.normed, delta=own.delta, keep=own.x)
+            self._linear(own.attended, index, layer, "o", attention)
+            self._add_norm(attention, own, layer.mlp_norm, sums)
             self._linear(own.normed, index, layer, "gate_up", own.gate_up)
-            silu_mul(own.gate_up, own.act)
-            self._linear(own.act, index, layer, "down", own.delta)
-            self.shard.all_reduce(own.delta)
-        hidden = own.x.new_empty((len(rows.logit_rows), self.config.hidden_size))
-        rms_norm(own.x, weights.norm, eps, hidden, delta=own.delta, index=rows.logit_rows)
+            silu_mul(own.gate_up, own.act, overlap=overlap)
+            self._linear(own.act, index, layer, "down", mlp[: len(rows)])
+        hidden = self._last_norm(mlp, own, rows.logit_rows, sums)
         return StepOutput(logits=self._logits(hidden), hidden=hidden)
+
+    def _add_norm(self, delta: torch.Tensor, own: _Buffers, weight: torch.Tensor, sums: FusedSums | None) -> None:
+        """x += all ranks' deltas; normed = norm(x) * weight."""
+        from models.cuda.kernels.rms_norm import rms_norm
+
+        eps = self.config.rms_norm_eps
+        if sums is None:
+            self.shard.all_reduce(delta[: len(own.x)])
+            rms_norm(own.x, weight, eps, own.normed, delta=delta, keep=own.x, overlap=self.overlap)
+        else:
+            sums.add_norm(delta, own.x, weight, eps, own.normed, overlap=self.overlap)
+
+    def _last_norm(
+        self, delta: torch.Tensor, own: _Buffers, logit_rows: torch.Tensor, sums: FusedSums | None
+    ) -> torch.Tensor:
+        """[R, H] the LM head's input."""
+        from models.cuda.kernels.rms_norm import rms_norm
+
+        weight = self.weights.norm
+        if sums is not None:
+            self._add_norm(delta, own, weight, sums)
+            return own.normed.index_select(0, logit_rows)
+        self.shard.all_reduce(delta[: len(own.x)])
+        hidden = own.x.new_empty((len(logit_rows), self.config.hidden_size))
+        eps = self.config.rms_norm_eps
+        rms_norm(own.x, weight, eps, hidden, delta=delta, index=logit_rows, overlap=self.overlap)
+        return hidden
 
     def _linear(self, x: torch.Tensor, index: int, layer: LayerWeights, kind: MatrixKind, out: torch.Tensor) -> None:
         weight, bias = self.matrix(index, kind).t(), layer.biases.get(kind)
@@ -250,12 +293,12 @@ class CudaDecoder:
 
     def _attention(self, rows: Rows, runs: Runs | None) -> Attend:
         """Plan a step's attention."""
-        if runs is not None and len(runs.counts) and runs.counts.max() >= RAGGED_ROWS and self._has_ragged():
+        if runs is not None and _long(runs) and self._has_ragged():
             return self._ragged_attention(rows, runs)
-        return self._tiled_attention(rows, runs)
+        return self._tiled_attention(rows)
 
     def _has_ragged(self) -> bool:
-        return self.dtype != torch.float32 and self.device.type == "cuda" and flashinfer_present()
+        return self.ragged_prefill and self.dtype != torch.float32 and self.device.type == "cuda"
 
     def _ragged_attention(self, rows: Rows, runs: Runs) -> Attend:
         if self._ragged is None:
@@ -268,22 +311,21 @@ class CudaDecoder:
 
         return attend
 
-    def _tiled_attention(self, rows: Rows, runs: Runs | None) -> Attend:
+    def _tiled_attention(self, rows: Rows) -> Attend:
         from models.cuda.kernels.attention_tasks import list_tasks
         from models.cuda.kernels.paged_attention import AttentionScratch, paged_attention
 
-        shape, group = self.shape, self.shape.heads // self.shape.kv_heads
-        cut = choose_tiles(
-            len(rows),
-            group=group,
+        shape, cut = self.shape, self._tiles(len(rows))
+        tasks = list_tasks(
+            rows.positions,
+            rows.leaders,
+            rows.counts,
+            rows.slots,
+            runs=len(rows.page_table),
+            group=shape.heads // shape.kv_heads,
             kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            dtype=self.dtype,
-            processors=self._processors,
-            planned=runs is not None,
+            shape=cut,
         )
-        tiles = None if runs is None else int((-(-runs.counts // (cut.query_rows // group))).sum())
-        tasks = list_tasks(rows.positions, rows.leaders, group, cut, tiles)
         scratch = AttentionScratch.of(tasks, shape, cut)
 
         def attend(layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
@@ -295,32 +337,46 @@ class CudaDecoder:
                 tasks,
                 scratch,
                 rows.positions,
-                rows.leaders,
-                rows.slots,
                 rows.page_table,
                 shape,
                 cut,
+                overlap=self.overlap,
             )
 
         return attend
 
-    def _buffers(self, count: int) -> _Buffers:
-        config, shape, world = self.config, self.shape, self.shard.world
-        hidden, queries = config.hidden_size, shape.heads * shape.head_dim
-        intermediate = config.intermediate_size // world
-
-        def rows(width: int) -> torch.Tensor:
-            return torch.empty((count, width), dtype=self.dtype, device=self.device)
-
-        return _Buffers(
-            x=rows(hidden),
-            delta=rows(hidden),
-            normed=rows(hidden),
-            qkv=rows(queries + 2 * shape.kv_heads * shape.head_dim),
-            attended=rows(queries).zero_(),
-            gate_up=rows(2 * intermediate),
-            act=rows(intermediate),
+    def _tiles(self, count: int) -> TileShape:
+        shape = self.shape
+        return choose_tiles(
+            count,
+            group=shape.heads // shape.kv_heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            dtype=self.dtype,
+            processors=self._processors,
         )
+
+    def _buffers(self, count: int, sums: FusedSums | None) -> _Buffers:
+        buffers = {
+            name: torch.empty(size, dtype=self.dtype, device=self.device)
+            for name, size in self._buffer_sizes(count).items()
+        }
+        buffers["attended"].zero_()
+        delta = buffers.pop("delta")
+        return _Buffers(**buffers, deltas=(delta, delta) if sums is None else sums.parts(len(delta)))
+
+    def _buffer_sizes(self, count: int) -> dict[str, tuple[int, int]]:
+        shape, hidden, padded = self.shape, self.config.hidden_size, max(count, LEAST_ROWS)
+        intermediate = self.config.intermediate_size // self.shard.world
+        return {
+            "x": (count, hidden),
+            "normed": (count, hidden),
+            "qkv": (count, (shape.heads + 2 * shape.kv_heads) * shape.head_dim),
+            "attended": (padded, shape.heads * shape.head_dim),
+            "delta": (padded, hidden),
+            "gate_up": (count, 2 * intermediate),
+            "act": (count, intermediate),
+        }
 
 
 def _open(
@@ -329,6 +385,11 @@ def _open(
     if load_format not in LOAD_FORMATS:
         raise ModelError(f"load_format {load_format!r} is not known; known are {', '.join(LOAD_FORMATS)}")
     return DummyWeights(config, dtype, device) if load_format == "dummy" else Checkpoint(directory, config)
+
+
+def _long(runs: Runs) -> bool:
+    longest = (runs.starts + runs.counts).max(initial=0)
+    return bool(runs.counts.max(initial=0) >= RAGGED_ROWS and longest >= RAGGED_KEYS)
 
 
 def _half_rotations(config: ModelConfig, length: int, device: torch.device) -> torch.Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from models.batch import IntArray
-from models.cuda.kernels.rotate_store import HeadShape
+from models.cuda.heads import HeadShape
 from models.rows import Runs
 
 _WORKSPACE_BYTES = 128 << 20

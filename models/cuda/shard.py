@@ -4,10 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from models.config import ModelConfig, ModelError
+
+
+class FusedSums(Protocol):
+    """Sums over ranks in one kernel with the norm that follows them."""
+
+    def parts(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two places [rows, H] for this rank's part of a product: one sum takes the first, the next one the second, and so on."""
+        ...
+
+    def add_norm(
+        self,
+        part: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor,
+        *,
+        overlap: bool,
+    ) -> None:
+        """x [T, H] += the sum over ranks of the first T rows of `part`; out [T, H] = norm(x) * weight.
+
+        With `overlap` it may start while the kernel ahead ends, which must not write `x` or `weight`.
+        """
+        ...
 
 
 def _keep(_partial: torch.Tensor) -> None:
@@ -17,6 +42,11 @@ def _keep(_partial: torch.Tensor) -> None:
 def _same(local: torch.Tensor) -> torch.Tensor:
     """What one rank gathers."""
     return local
+
+
+def _unfused(_rows: int) -> FusedSums | None:
+    """One rank sums nothing."""
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +62,9 @@ class Shard:
     all_reduce: Callable[[torch.Tensor], None] = _keep
     """[T, H]: replaced by its sum over all ranks, on the current stream."""
     all_gather: Callable[[torch.Tensor], torch.Tensor] = _same
-    """[R, n] of this rank -> [R, world * n], ranks in rising order."""
+    """[R, n] of this rank -> [R, world * n] on rank 0, ranks in rising order; what the others get is of no use."""
+    fused: Callable[[int], FusedSums | None] = _unfused
+    """For steps of so many rows; None: `all_reduce` and a norm."""
 
     def check(self, config: ModelConfig, source: str) -> None:
         """Raise ModelError, naming the field of `source`'s config.json, where the model cannot be dealt out evenly."""

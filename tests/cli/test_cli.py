@@ -82,7 +82,7 @@ def test_config_without_a_file_documents_models_and_routes_too(tmp_path: Path) -
     assert not tomllib.loads(done.stdout).keys() & {"models", "routes"}
     assert "# [models.NAME]" in done.stdout
     assert "\n# path = ...\n" in done.stdout
-    assert '\n# dtype = "float32"\n' in done.stdout
+    assert '\n# dtype = "auto"\n' in done.stdout
     assert "# [routes.NAME]" in done.stdout
     assert "\n# models = ...\n" in done.stdout
 

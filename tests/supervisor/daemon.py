@@ -32,6 +32,13 @@ def toy_config(folder: Path, **models: str) -> Config:
     )
 
 
+def gpu_config(folder: Path, **models: str) -> Config:
+    """Workers on GPU 0 by name and sizes (`roles.sizes`)."""
+    config = toy_config(folder, **{name: f"gpu:{sizes}" for name, sizes in models.items()})
+    on_gpu = {name: msgspec.structs.replace(model, device="cuda:0") for name, model in config.models.items()}
+    return msgspec.structs.replace(config, models=on_gpu)
+
+
 class Daemon:
     """Started at once; `wait_ready` returns when it says READY=1. Ended, if need be, at `close`."""
 
@@ -104,6 +111,10 @@ class Daemon:
     def child(self, name: str) -> dict[str, Any]:
         """The supervisor's report on one child."""
         return next(process for process in self.status()["processes"] if process["name"] == name)
+
+    def model(self, name: str) -> dict[str, Any]:
+        """What a worker said of itself when it became ready."""
+        return next(model for model in self.ask("models").result["models"] if model["name"] == name)
 
     def child_pids(self) -> list[int]:
         return [process["pid"] for process in self.status()["processes"]]

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
+from trouterd.calls import CallError
 from trouterd.child import Control, Refused
+from trouterd.memory import Claim, Footprint, Memory
+from trouterd.worker.sizing import agree
 
 FORCE_GRACE = 0.2
 
@@ -82,7 +87,8 @@ class Api:
 
 
 class Worker:
-    """Model path: ok, fatal:WORDS, raise:WORDS, silent (never ready), native (holds the GIL), step (an endless step)."""
+    """Model path: ok, fatal:WORDS, raise:WORDS, silent (never ready), native (holds the GIL), step (an endless step), or
+    gpu:NAME=NUMBER,... for a model on a GPU (`sizes`)."""
 
     def __init__(self, control: Control) -> None:
         self.control = control
@@ -106,8 +112,18 @@ class Worker:
             return 78
         if mode == "raise":
             raise ValueError(words)
+        detail: dict[str, Any] = {"context": 64}
+        if mode == "gpu":
+            try:
+                detail |= await self.gpu(sizes(path))
+            except Refused as error:
+                self.control.fatal(str(error))
+                return 78
+            except CallError as error:
+                self.control.last_words(str(error))
+                return 1
         if mode != "silent":
-            self.control.ready({"context": 64})
+            self.control.ready(detail)
         if mode == "step":
             self.step_started = time.monotonic()
         if mode == "native":
@@ -115,6 +131,28 @@ class Worker:
             ctypes.PyDLL(None).sleep(60)
         await self.control.closed
         return 0
+
+    async def gpu(self, wanted: dict[str, float]) -> dict[str, Any]:
+        """Take part in dividing the GPU of 1000 bytes, on which all models have loaded their weights."""
+        models, folder = self.control.config.models, Path(self.control.config.server.socket).parent
+        weights = sum(sizes(model.path)["weights"] for model in models.values() if "gpu:" in model.path)
+        foreign = folder / "foreign"
+        taken = weights + (int(foreign.read_text()) if foreign.exists() else 0)
+        footprint = Footprint(
+            weights=int(wanted["weights"]),
+            graphs=int(wanted["graphs"]),
+            workspace=int(wanted["workspace"]),
+            kv_bytes_per_token=int(wanted["kv"]),
+        )
+        claim = Claim(footprint=footprint, page_size=1, context=int(wanted["context"]), most=1 << 20)
+        await asyncio.sleep(wanted["delay"])
+        if wanted["dies"] >= self.control.boot.epoch:
+            os._exit(9)
+        if wanted["dies_waiting"] >= self.control.boot.epoch:
+            asyncio.get_running_loop().call_later(0.1, os._exit, 9)
+        tokens = await agree(self.control, claim, lambda: {0: Memory(total=1000, free=int(1000 - taken))})
+        environ = {name: value for name, value in os.environ.items() if name.startswith("CUDA_")}
+        return {"kv_tokens": tokens, "environ": environ}
 
     async def status(self, args: dict[str, Any]) -> dict[str, Any]:
         return {"threshold": self.threshold, "config": self.control.config.server.drain_timeout}
@@ -135,3 +173,12 @@ class Worker:
     async def flush(self, args: dict[str, Any]) -> int:
         self.flushed += 1
         return self.flushed
+
+
+def sizes(path: str) -> dict[str, float]:
+    """What a path such as gpu:weights=40,kv=2 says, with a default for all that it leaves out."""
+    pairs = dict(pair.split("=") for pair in path.partition("gpu:")[2].split(",") if pair)
+    names = ("weights", "graphs", "workspace", "delay", "dies", "dies_waiting")
+    return (
+        dict.fromkeys(names, 0.0) | {"kv": 1.0, "context": 1.0} | {name: float(value) for name, value in pairs.items()}
+    )

@@ -138,6 +138,24 @@ def test_sockets_meant_for_others_are_not_taken(environ: dict[str, str]) -> None
     assert environ == {}
 
 
+def test_unit_leaves_gpus_and_their_compilers_what_they_need() -> None:
+    lines = (PACKAGING / "trouterd.service").read_text().splitlines()
+    settings = [line.partition("=")[::2] for line in lines if "=" in line and not line.startswith("#")]
+    names = {name for name, _ in settings}
+    assert not names & {"PrivateDevices", "DevicePolicy", "DeviceAllow", "MemoryDenyWriteExecute", "ProcSubset"}
+    assert "AF_NETLINK" in dict(settings)["RestrictAddressFamilies"]
+    variables = dict(value.partition("=")[::2] for name, value in settings if name == "Environment")
+    home = "%C/" + dict(settings)["CacheDirectory"]
+    caches = (
+        "XDG_CACHE_HOME",
+        "CUDA_CACHE_PATH",
+        "FLASHINFER_WORKSPACE_BASE",
+        "TRITON_HOME",
+        "TORCHINDUCTOR_CACHE_DIR",
+    )
+    assert all(variables[name].startswith(home) for name in caches)
+
+
 def test_units_agree_with_each_other_and_with_the_command_line(tmp_path: Path) -> None:
     units = {}
     for suffix in ("service", "socket"):

@@ -109,7 +109,7 @@ def test_text_values_take_the_types_of_their_keys(file: Path) -> None:
         ("[models.x]\npath = 'weights/small'\nthreads = '2'", "models.x.threads: expected int, got '2'"),
         (
             "[models.x]\npath = 'weights/small'\ndtype = 'bfloat'",
-            "models.x.dtype: expected one of float32, bfloat16, got 'bfloat'; did you mean 'bfloat16'?",
+            "models.x.dtype: expected one of auto, float32, bfloat16, got 'bfloat'; did you mean 'bfloat16'?",
         ),
         ("[models]\nx = 1", "models.x: expected a table, got 1"),
         ("[routes.x]\nmodels = []", "routes.x.models: expected array of length >= 1, got []"),
@@ -140,6 +140,49 @@ def test_mistakes_are_named(file: Path, text: str, problem: str) -> None:
     found = problems(file, "\n" + text)
     assert len(found) == 1
     assert found[0].startswith(problem.format(folder=file.parent))
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ("tensor_parallel = 3\ndevice = 'cuda'", "models.x.tensor_parallel: expected a power of two, got 3"),
+        ("tensor_parallel = 2", "models.x.tensor_parallel: splits a model over GPUs, but the device is 'cpu'"),
+        ("tensor_parallel = 2\ndevice = 'cuda'\nbackend = 'torch'", "models.x.tensor_parallel: the 'torch' backend"),
+        ("backend = 'flashinfer'", "models.x.backend: 'flashinfer' needs a CUDA device, but the device is 'cpu'"),
+        ("backend = 'flash'", "models.x.backend: expected one of auto, torch, flashinfer, got 'flash'"),
+        ("sm_percent = 50", "models.x.sm_percent: limits a model on a GPU, but the device is 'cpu'"),
+        ("sm_percent = 50\ndevice = 'cuda:1'", "models.x.sm_percent: works through MPS, which only models that share"),
+        ("depth = 5", "models.x.depth: expected int <= 4, got 5"),
+    ],
+)
+def test_mistakes_about_gpus_are_named(file: Path, keys: str, problem: str) -> None:
+    (found,) = problems(file, f"\n[models.x]\npath = 'weights/small'\n{keys}")
+    assert found.startswith(problem)
+
+
+def test_mistakes_about_shared_gpus_are_named(file: Path) -> None:
+    split = "path = 'weights/small'\ntensor_parallel = 2\ndevice = 'cuda:{}'\n"
+    text = f"\n[models.x]\n{split.format(0)}[models.y]\n{split.format(1)}[models.z]\n{split.format(2)}"
+    assert problems(file, text) == [
+        f"models.{name}.tensor_parallel: its GPUs {gpus} overlap with those of {others}, which is split too;"
+        " give split models GPUs of their own"
+        for name, gpus, others in (("y", "1 to 2", "'x', 0 to 1"), ("z", "2 to 3", "'y', 1 to 2"))
+    ]
+    shared = "path = 'weights/small'\ndevice = 'cuda'\nsm_percent = 20\n"
+    found = problems(file, f"\n[gpu]\nmps = 'off'\n[models.x]\n{shared}[models.y]\n{shared}")
+    assert found == [f"models.{name}.sm_percent: works through MPS, but gpu.mps is 'off'" for name in "xy"]
+    assert problems(file, "[gpu]\nmemory_fraction = 1.5")[0].startswith("gpu.memory_fraction: expected float <= 1")
+
+
+def test_gpus_of_models(file: Path) -> None:
+    file.write_text(BASIC + "[models.x]\npath = 'weights/small'\ndevice = 'cuda:1'\ntensor_parallel = 2\n")
+    small = [("models.small.device", "cuda:2"), ("models.small.sm_percent", "30")]
+    config = load(file, {"TROUTERD_GPU__MEMORY_FRACTION": "0.5"}, small)
+    assert config.gpu.memory_fraction == 0.5
+    assert [list(model.gpus) for model in config.models.values()] == [[2], [], [1, 2]]
+    assert [model.element_type for model in config.models.values()] == ["bfloat16", "float32", "bfloat16"]
+    assert config.shared_gpus == [2]
+    assert config.sharing(2) == ["small", "x"]
 
 
 def test_keys_given_as_text_below_something_that_is_no_table(tmp_path: Path) -> None:

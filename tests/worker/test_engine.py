@@ -13,16 +13,23 @@ from models.config import ModelError
 from models.torch_runner import TorchRunner
 from models.transformers_runner import TransformersRunner
 from tests.models.foreign import tiny_foreign
-from trouterd.config import Model
+from trouterd.config import Config, Model
 from trouterd.demo import SMALL_DIRECTORY
-from trouterd.worker.engine import open_engine
+from trouterd.worker.engine import Engine, load_model
 from trouterd.worker.route import build_side
+
+
+def open_engine(model: Model) -> Engine:
+    """A model that needs no other's consent."""
+    engine = load_model("m", Config(models={"m": model})).engine
+    assert isinstance(engine, Engine)
+    return engine
 
 
 def test_more_memory_than_there_is() -> None:
     model = Model(path=str(SMALL_DIRECTORY), kv_tokens=1 << 40)
     with pytest.raises(ModelError, match=r"^models\.m: not enough memory .* KV pool of \d+ MiB; lower kv_tokens"):
-        open_engine("m", model)
+        open_engine(model)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has CUDA")
@@ -32,7 +39,7 @@ def test_device_that_is_not_there(kind: str, tmp_path: Path) -> None:
     script.write_text('{"vocab_size": 4, "eos": 3}')
     path = script if kind == "script" else SMALL_DIRECTORY
     with pytest.raises(ModelError, match=r"^models\.m\.device: cuda:0, but this host"):
-        open_engine("m", Model(path=str(path), format=kind, device="cuda:0"))  # type: ignore[arg-type]
+        open_engine(Model(path=str(path), format=kind, device="cuda:0"))  # type: ignore[arg-type]
 
 
 def test_side_whose_own_code_fails() -> None:
@@ -50,7 +57,7 @@ def test_side_whose_own_code_fails() -> None:
 
 
 def test_the_architecture_decides_who_runs_it(tmp_path: Path) -> None:
-    foreign = open_engine("m", Model(path=str(tiny_foreign(tmp_path, "olmo2")), kv_tokens=600))
+    foreign = open_engine(Model(path=str(tiny_foreign(tmp_path, "olmo2")), kv_tokens=600))
     assert isinstance(foreign.runner, TransformersRunner)
     assert (foreign.runner.vocab_size, foreign.runner.context_length, foreign.kv.capacity_tokens) == (258, 512, 592)
-    assert isinstance(open_engine("m", Model(path=str(SMALL_DIRECTORY))).runner, TorchRunner)
+    assert isinstance(open_engine(Model(path=str(SMALL_DIRECTORY))).runner, TorchRunner)

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
 from ipc.errors import SegmentError
 from trouterd.config import Config
 from trouterd.control import Boot, Call, Fatal, Ready
+from trouterd.memory import GPU_MEMORY, Memory
+from trouterd.supervisor.mps import Mps
 from trouterd.supervisor.process import Child
 from trouterd.supervisor.rings import RingMesh
+from trouterd.supervisor.sizing import Sizing
 
 API = "api"
 MAX_BACKOFF = 30.0
 SETTLED_SECONDS = 10.0
 """A child that stayed up for this long starts with a fresh back-off when it dies."""
+GPU_MEMORY_TIMEOUT = 10.0
+"""Seconds that a worker gets to say how much memory its GPUs have free."""
 EXIT_FAILURE = 1
 EXIT_CONFIG = 78
 """EX_CONFIG of sysexits.h: the configuration or a model is at fault, so that a restart would not help."""
@@ -58,6 +66,8 @@ class Fleet:
         self._on_failure = on_failure
         self._on_call = on_call
         self._respawns: set[asyncio.Task[None]] = set()
+        self.mps = Mps(config, os.environ)
+        self.sizing = Sizing(config, self._gpu_memory, lambda message: on_failure(EXIT_CONFIG, message))
         self.children = {API: Child(API, modules["api"], 1, self._hear, self._exited)} | {
             name: Child(name, modules["worker"], model.threads, self._hear, self._exited)
             for name, model in config.models.items()
@@ -79,7 +89,8 @@ class Fleet:
         return [child.name for child in self.children.values() if child.state == "stalled"]
 
     async def start(self) -> None:
-        """Spawn every child."""
+        """Spawn every child, and before them the MPS daemon if models share a GPU."""
+        await self.mps.start()
         for child in self.children.values():
             await self._try_spawn(child)
 
@@ -109,7 +120,8 @@ class Fleet:
             inbound, outbound = self.mesh.links(child.name)
             return Boot(child.name, epoch, self.config, inbound, outbound, listen)
 
-        await child.spawn(boot, self.mesh.fds(child.name) + listen)
+        variables = {} if child.name == API else await self.mps.variables(child.name)
+        await child.spawn(boot, self.mesh.fds(child.name) + listen, variables)
         log.info("%s started: pid %d, epoch %d", child.name, child.pid, child.epoch)
         for other in self.children.values():
             if other is not child and other.state in ("up", "stalled", "down") and other.epoch:
@@ -146,8 +158,13 @@ class Fleet:
             if other is not child:
                 other.send(child.peer_state())
 
+    async def _gpu_memory(self, name: str) -> dict[int, Memory]:
+        answer = await self.children[name].call(GPU_MEMORY, within=GPU_MEMORY_TIMEOUT)
+        return msgspec.convert(answer, dict[int, Memory])
+
     def _exited(self, child: Child, how: str) -> None:
         self._change(child, "down")
+        self.sizing.forget(child.name)
         self.mesh.kick(child.name)
         if self.stopping:
             return
@@ -175,7 +192,9 @@ class Fleet:
 
     def _check_start(self, child: Child, now: float) -> None:
         limit = self.config.supervision.start_timeout
-        if now - child.started > limit:
+        if self.sizing.waits(child.name):
+            child.start_deadline_from = now  # the others' time, not its own
+        elif now - child.start_deadline_from > limit:
             child.last_words = f"not ready within supervision.start_timeout = {limit:g} s"
             child.kill()
 

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,8 @@ class Child:
         self.last_words = ""
         self.started = 0.0
         """Monotonic time of the last spawn."""
+        self.start_deadline_from = 0.0
+        """Monotonic time from which supervision.start_timeout counts: the last spawn, or the end of a wait for others."""
         self.ready_at = 0.0
         """Monotonic time of Ready; 0 = not ready since the last spawn."""
         self.ever_ready = False
@@ -94,12 +96,13 @@ class Child:
         """How often it was started again."""
         return max(self.epoch - 1, 0)
 
-    async def spawn(self, boot: Callable[[int], Boot], fds: list[int]) -> None:
+    async def spawn(self, boot: Callable[[int], Boot], fds: list[int], variables: Mapping[str, str]) -> None:
         """Start the next process of this role.
 
         Args:
             boot: the first frame for a given epoch.
             fds: descriptors that it inherits under the same numbers.
+            variables: of its environment, over this process's own.
 
         Raises:
             OSError: no process, memory or descriptor is to be had; nothing is left of the attempt.
@@ -108,13 +111,14 @@ class Child:
         self.pid = 0
         self.state, self.detail, self.last_words = "starting", {}, ""
         self.started, self.ready_at, self._ping_sent = time.monotonic(), 0.0, 0.0
+        self.start_deadline_from = self.started
         self.steps, self.step_seconds = 0, 0.0
         ours, theirs = socket.socketpair()
         # Before the process exists: nothing may be awaited between its start and the end of this method.
         reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         try:
             with theirs:
-                process = self._start(theirs.fileno(), fds)
+                process = self._start(theirs.fileno(), fds, variables)
         except OSError:
             self.hang_up()
             raise
@@ -168,14 +172,14 @@ class Child:
         if self._pidfd >= 0:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
-    def _start(self, control_fd: int, fds: list[int]) -> subprocess.Popen[bytes]:
+    def _start(self, control_fd: int, fds: list[int], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
         options = ("--control-fd", str(control_fd), "--parent", str(os.getpid()), "--module", self._module)
-        threads = str(self._threads)
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self._threads))
         process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
             module_command("trouterd.child", *options),
             stdin=subprocess.DEVNULL,
             pass_fds=[control_fd, *fds],
-            env=environment(OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads, TOKENIZERS_PARALLELISM="false"),
+            env=environment(**threads, TOKENIZERS_PARALLELISM="false", **variables),
             process_group=0,  # a terminal's Ctrl-C is for the supervisor alone
         )
         try:

@@ -9,14 +9,17 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from ipc.sweep import sweep
 from trouterd.calls import CallError, Refused, reply_to
 from trouterd.config import Config
 from trouterd.control import Call
+from trouterd.memory import KV_TOKENS, Claim
 from trouterd.settings import ConfigError, differences
 from trouterd.supervisor.control_server import ControlServer
 from trouterd.supervisor.fleet import API, EXIT_FAILURE, Fleet
@@ -122,6 +125,7 @@ class Supervisor:
             await self._fleet.cancel_respawns()
             self._fleet.kill_all()
             await asyncio.gather(*(child.exited.wait() for child in self._fleet.children.values()))
+            await self._fleet.mps.stop()
             await server.aclose()
 
     def _handle_signals(self) -> None:
@@ -149,7 +153,12 @@ class Supervisor:
         self._force.set()
 
     def _child_call(self, child: Child, call: Call) -> None:
-        task = asyncio.create_task(self._verbs.answer(call.verb, call.args, child.name))
+        answer: Coroutine[Any, Any, Any]
+        if call.verb == KV_TOKENS:
+            answer = self._fleet.sizing.agree(child.name, msgspec.convert(call.args["claim"], Claim))
+        else:
+            answer = self._verbs.answer(call.verb, call.args, child.name)
+        task = asyncio.create_task(answer)
         self._tasks.add(task)
 
         def reply(outcome: asyncio.Task[Any]) -> None:

@@ -5,19 +5,36 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from models.batch import ModelRunner
 from models.config import ModelConfig, ModelError
 from models.kv_cache import KvCache
+from models.memory import DeviceMemory
+from models.parallel.leader import LeadingDecoder, SplitModel
+from models.parallel.ranks import Ranks
+from models.parallel.split_memory import SplitMemory
 from models.script import ScriptRunner
-from models.shape import load_shape
+from models.shape import Shape, load_shape
 from models.tokenizer import vocabulary_size
 from models.torch_runner import TorchRunner
 from models.transformers_runner import TransformersRunner
-from trouterd.config import Model
-from trouterd.worker.room import model_room, script_room
+from trouterd.config import Config, Model
+from trouterd.worker.gpu_check import (
+    Host,
+    choose_backend,
+    device_problem,
+    may_use_megakernel,
+    memory_problems,
+)
+from trouterd.worker.gpu_engine import DecoderWeights, FastSteps, GpuEngine, PooledRunner, TorchWeights, Weights
+from trouterd.worker.room import gpu_context, model_room, script_room
+from trouterd.worker.route import ModelFacts
+
+if TYPE_CHECKING:
+    from models.cuda.decoder import CudaDecoder
 
 log = logging.getLogger(__name__)
 
@@ -28,59 +45,171 @@ class Engine:
 
     runner: ModelRunner
     kv: KvCache
-    device: torch.device
 
 
-def open_engine(name: str, model: Model) -> Engine:
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model whose weights are there."""
+
+    facts: ModelFacts
+    engine: Engine | GpuEngine
+    """On a GPU the KV pool follows when the models that share it have agreed."""
+    backend: str
+    """'torch', 'flashinfer' or 'script'."""
+
+
+def load_model(name: str, config: Config, ranks: Ranks | None = None) -> Loaded:
     """Load a model as the configuration says.
+
+    Args:
+        name: of the model.
+        config: the whole configuration.
+        ranks: processes for the other GPUs of a model that is split.
 
     Raises:
         ModelError, ScriptError: nothing can be served from there; the message names file and field.
+        RankLostError: another rank is gone.
     """
-    if problem := device_problem(model):
-        raise ModelError(f"models.{name}.device: {problem}")
+    model = config.models[name]
+    host = Host.this()
+    if problem := device_problem(model, host):
+        raise ModelError(f"models.{name}.{problem}")
     torch.set_num_threads(model.threads)
-    runner: ModelRunner
     if model.format == "script":
-        runner = ScriptRunner.load(Path(model.path))
-        room = script_room(name, model, runner)
-    else:
-        path = Path(model.path)
-        shape = load_shape(path)
-        room = model_room(name, model, shape)
-        log.info("%s: KV pool of %d tokens, %.0f MiB", name, room.pages * room.page_size, room.kv_bytes / 2**20)
-        load = TorchRunner.load if isinstance(shape, ModelConfig) else TransformersRunner.load
-        try:
-            runner = load(
-                path,
-                device=model.device,
-                dtype=model.dtype,
-                num_pages=room.pages,
-                page_size=room.page_size,
-                vocab_size=vocabulary_size(model.tokenizer_folder),
-                context_length=room.context,
-            )
-        except RuntimeError as error:  # torch has no narrower one for memory that it cannot get
-            if not _is_lack_of_memory(error):
-                raise
-            raise ModelError(
-                f"models.{name}: not enough memory for the weights and a KV pool of {room.kv_bytes / 2**20:.0f} MiB;"
-                " lower kv_tokens or context_length"
-            ) from error
+        return _load_script(name, model)
+    shape = load_shape(Path(model.path))
+    if not model.gpus:
+        return _load_on_cpu(name, model, shape)
+    for gpu, problem in memory_problems(config, host):
+        if gpu in model.gpus:
+            raise ModelError(problem)
+    if ranks is not None:
+        return _load_split(name, model, shape, host, ranks)
+    return _load_on_gpu(name, config, shape, host)
+
+
+def _load_script(name: str, model: Model) -> Loaded:
+    runner = ScriptRunner.load(Path(model.path))
+    room = script_room(name, model, runner)
     kv = KvCache(room.pages, room.page_size, model.max_requests, room.context, model.prefix_cache)
-    return Engine(runner, kv, torch.device(model.device))
+    return Loaded(_facts(runner, torch.device(model.device)), Engine(runner, kv), "script")
 
 
-def device_problem(model: Model) -> str:
-    """Why the model cannot run on its device; '' if it can."""
-    device = torch.device(model.device)
-    if device.type != "cuda":
-        return ""
-    if not torch.cuda.is_available():
-        return f"{model.device}, but this host or this build of torch has no CUDA"
-    if (device.index or 0) >= torch.cuda.device_count():
-        return f"{model.device}, but this host has {torch.cuda.device_count()} CUDA devices"
-    return ""
+def _load_on_cpu(name: str, model: Model, shape: Shape) -> Loaded:
+    room = model_room(name, model, shape)
+    log.info("%s: KV pool of %d tokens, %.0f MiB", name, room.pages * room.page_size, room.kv_bytes / 2**20)
+    try:
+        runner = _torch_runner(model, shape, room.pages, room.context)
+    except RuntimeError as error:  # torch has no narrower one for memory that it cannot get
+        if not _is_lack_of_memory(error):
+            raise
+        raise ModelError(
+            f"models.{name}: not enough memory for the weights and a KV pool of {room.kv_bytes / 2**20:.0f} MiB;"
+            " lower kv_tokens or context_length"
+        ) from error
+    kv = KvCache(room.pages, room.page_size, model.max_requests, room.context, model.prefix_cache)
+    return Loaded(_facts(runner, torch.device("cpu")), Engine(runner, kv), "torch")
+
+
+def _load_on_gpu(name: str, config: Config, shape: Shape, host: Host) -> Loaded:
+    model = config.models[name]
+    context = gpu_context(name, model, shape)
+    backend = choose_backend(name, model, shape, host)
+    if backend.why:
+        log.warning("%s", backend.why)
+    device = torch.device("cuda", model.gpus[0])
+    weights: Weights
+    try:
+        if backend.name == "torch":
+            runner = _torch_runner(model, shape, _pages(context, model), context)
+            weights = TorchWeights(runner, shape.kv_bytes_per_token(model.element_bytes) * model.page_size)
+            facts = _facts(runner, device)
+        else:
+            from models.cuda.decoder import CudaDecoder
+
+            decoder = CudaDecoder.load(
+                Path(model.path),
+                device=device,
+                dtype=model.element_type,
+                load_format="dummy" if model.load_format == "dummy" else "safetensors",
+                page_size=model.page_size,
+                vocab_size=vocabulary_size(model.tokenizer_folder),
+                context_length=context,
+            )
+            decoder.ragged_prefill &= backend.ragged_prefill
+            weights = DecoderWeights(decoder, model, _fast_steps(name, config, decoder))
+            facts = ModelFacts(decoder.vocab_size, decoder.hidden_size, device, decoder.weights.embedding)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"models.{name}.device: the weights do not fit on the GPU: {str(error).partition('. ')[0]}"
+        ) from error
+    return Loaded(facts, GpuEngine(name, model, weights, context, DeviceMemory(device)), backend.name)
+
+
+def _load_split(name: str, model: Model, shape: Shape, host: Host, ranks: Ranks) -> Loaded:
+    context = gpu_context(name, model, shape)
+    backend = choose_backend(name, model, shape, host)
+    if backend.why:
+        log.warning("%s", backend.why)
+    split = SplitModel(
+        path=model.path,
+        devices=tuple(f"cuda:{gpu}" for gpu in model.gpus),
+        dtype=model.element_type,
+        load_format="dummy" if model.load_format == "dummy" else "safetensors",
+        page_size=model.page_size,
+        vocab_size=vocabulary_size(model.tokenizer_folder),
+        context_length=context,
+        ragged_prefill=backend.ragged_prefill,
+    )
+    try:
+        decoder = LeadingDecoder(split, ranks)
+    except ModelError as error:
+        raise ModelError(f"models.{name}: {error}") from error
+    facts = ModelFacts(decoder.vocab_size, decoder.config.hidden_size, decoder.device, decoder.embedding)
+    meter = SplitMemory(decoder.device, ranks)
+    return Loaded(facts, GpuEngine(name, model, DecoderWeights(decoder, model), context, meter), backend.name)
+
+
+def _fast_steps(name: str, config: Config, decoder: CudaDecoder) -> FastSteps | None:
+    """The megakernel of a model that may have it."""
+    from models.cuda import fast_steps
+    from models.cuda.nvcc import find_nvcc
+
+    if not may_use_megakernel(name, config):
+        return None
+    reason = fast_steps.obstacle(decoder) or ("" if find_nvcc() else "nvcc, which compiles it, is not installed")
+    if reason:
+        log.info("models.%s: small steps are not run as one kernel: %s", name, reason)
+        return None
+    return fast_steps.FastSteps(decoder)
+
+
+def _torch_runner(model: Model, shape: Shape, pages: int, context: int) -> PooledRunner:
+    load = TorchRunner.load if isinstance(shape, ModelConfig) else TransformersRunner.load
+    runner: PooledRunner = load(
+        Path(model.path),
+        device=model.device,
+        dtype=model.element_type,
+        num_pages=pages,
+        page_size=model.page_size,
+        vocab_size=vocabulary_size(model.tokenizer_folder),
+        context_length=context,
+    )
+    return runner
+
+
+def _facts(runner: ModelRunner, device: torch.device) -> ModelFacts:
+    return ModelFacts(runner.vocab_size, runner.hidden_size, device, runner.embedding)
+
+
+def _pages(context: int, model: Model) -> int:
+    return -(-context // model.page_size)
+
+
+def use_device(device: torch.device) -> None:
+    """Make a CUDA device the current one of this thread, which kernels of Triton and CUDA C++ are launched on."""
+    if device.type == "cuda" and (device.index or 0) < torch.cuda.device_count():
+        torch.cuda.set_device(device)
 
 
 def device_answers(device: torch.device) -> bool:

@@ -10,25 +10,35 @@ import asyncio
 import gc
 import logging
 import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import msgspec
+import torch
 
 from algorithms.registry import AlgorithmError
 from ipc.messages import Active, Message, Submit, Warm
+from models.batch import ModelRunner
 from models.config import ModelError
+from models.parallel.ranks import Ranks
+from models.resident import is_resident
 from models.script import ScriptError
-from trouterd.child import Control, Refused
+from trouterd.child import CallError, Control, Refused
 from trouterd.config import Config
 from trouterd.control import PeerState
 from trouterd.links import Links
 from trouterd.tokenizers import load_tokenizers
-from trouterd.worker.engine import device_answers, open_engine
+from trouterd.worker.engine import Engine, Loaded, device_answers, load_model, use_device
 from trouterd.worker.events import Command, ProcessState
+from trouterd.worker.gpu_engine import GpuEngine
 from trouterd.worker.outbound import API
 from trouterd.worker.request import Request
-from trouterd.worker.route import ModelFacts, build_routes
+from trouterd.worker.route import WorkerRoute, build_routes
+from trouterd.worker.sizing import agree
+from trouterd.worker.slot_setups import SlotSetups
+from trouterd.worker.split import with_ranks
 from trouterd.worker.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -169,7 +179,7 @@ class WorkerProcess:
         def apply() -> None:
             try:
                 self._apply(key, config)
-            except AlgorithmError as error:
+            except (AlgorithmError, Refused) as error:
                 done.set_exception(Refused(str(error)))
             else:
                 done.set_result(None)
@@ -185,7 +195,15 @@ class WorkerProcess:
             if name in self.worker.routes:
                 self.worker.configure(name, config.routes[name])
         elif key == f"models.{self.name}.max_batch_tokens":
-            self.worker.scheduler.max_batch_tokens = config.models[self.name].max_batch_tokens
+            self._set_max_batch_tokens(config.models[self.name].max_batch_tokens)
+
+    def _set_max_batch_tokens(self, wanted: int) -> None:
+        model = self.control.boot.config.models[self.name]
+        if model.gpus and wanted > model.max_batch_tokens:
+            raise Refused(
+                f"at most {model.max_batch_tokens} on a GPU, where memory for larger steps was given to the KV pool"
+            )
+        self.worker.scheduler.max_batch_tokens = wanted
 
     async def _drain(self, args: dict[str, Any]) -> None:
         """The api takes nothing new by now: wait until what is here has ended."""
@@ -216,26 +234,70 @@ def _describe(request: Request, now_ns: int) -> dict[str, Any]:
 
 async def run(control: Control) -> int:
     """Main function of the role; returns the exit code."""
+    name, server = control.boot.role, control.config.server
+    world = len(control.config.models[name].gpus)
+    if world <= 1:
+        return await _run(control, None)
+    return await with_ranks(
+        partial(_run, control),
+        control.last_words,
+        name,
+        world,
+        log_level=server.log_level,
+        log_format=server.log_format,
+    )
+
+
+async def _run(control: Control, ranks: Ranks | None) -> int:
     name = control.boot.role
-    model = control.config.models[name]
+    device = torch.device(control.config.models[name].device)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(initializer=use_device, initargs=(device,)))
     try:
         # In a thread: heartbeats and settings must be answered meanwhile.
-        engine = await asyncio.to_thread(open_engine, name, model)
+        loaded = await asyncio.to_thread(load_model, name, control.config, ranks)
+        use_device(device)
         tokenizers = await asyncio.to_thread(load_tokenizers, control.config)
         config = control.config
-        facts = ModelFacts(engine.runner.vocab_size, engine.runner.hidden_size, engine.device, engine.runner.embedding)
-        routes = build_routes(config, name, facts, {model: t.eos_ids for model, t in tokenizers.items()})
-    except (ModelError, ScriptError, AlgorithmError) as error:
+        routes = build_routes(config, name, loaded.facts, {model: t.eos_ids for model, t in tokenizers.items()})
+        engine = await _open(control, loaded, routes)
+        worker = Worker(
+            config.worker_index(name),
+            routes,
+            engine.runner,
+            engine.kv,
+            config.models[name].max_batch_tokens,
+            partial(device_answers, device),
+            partial(use_device, device),
+        )
+        if isinstance(loaded.engine, GpuEngine):
+            await asyncio.to_thread(loaded.engine.capture, engine.runner)
+    except (ModelError, ScriptError, AlgorithmError, Refused) as error:
         control.fatal(str(error))
         return 1
-    worker = Worker(
-        config.worker_index(name),
-        routes,
-        engine.runner,
-        engine.kv,
-        config.models[name].max_batch_tokens,
-        partial(device_answers, engine.device),
-    )
+    except CallError as error:
+        log.error("%s", error)
+        control.last_words(str(error))
+        return 1
+    return await _serve(control, worker, engine, loaded)
+
+
+async def _open(control: Control, loaded: Loaded, routes: Mapping[str, WorkerRoute]) -> Engine:
+    """The engine with its KV pool: on a GPU as large as the models on it have agreed."""
+    if isinstance(loaded.engine, Engine):
+        return loaded.engine
+
+    def prepare(runner: ModelRunner) -> None:
+        if is_resident(runner):
+            SlotSetups(runner, routes.values())  # gives it the routes, which its graphs take in
+
+    claim = await asyncio.to_thread(loaded.engine.measure, prepare)
+    tokens = await agree(control, claim, loaded.engine.memory)
+    runner, kv = await asyncio.to_thread(loaded.engine.open, tokens)
+    return Engine(runner, kv)
+
+
+async def _serve(control: Control, worker: Worker, engine: Engine, loaded: Loaded) -> int:
+    name, model = control.boot.role, control.config.models[control.boot.role]
     process = WorkerProcess(control, worker, name)
     needed = BYTES_PER_TOKEN * engine.runner.context_length + MESSAGE_OVERHEAD
     if needed > process.links.max_message:
@@ -255,7 +317,8 @@ async def run(control: Control) -> int:
             "context": engine.runner.context_length,
             "kv_tokens": engine.kv.capacity_tokens,
             "device": model.device,
-            "dtype": model.dtype,
+            "dtype": model.element_type,
+            "backend": loaded.backend,
         }
     )
     await process.run()

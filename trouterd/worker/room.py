@@ -11,7 +11,6 @@ from trouterd.config import Model
 
 AUTO_CONTEXTS = 16
 """Full contexts that an automatic KV pool holds."""
-_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +29,20 @@ class Room:
 def model_room(name: str, model: Model, shape: Shape) -> Room:
     """Room of a model with weights. Raises ModelError: the configuration asks for what cannot be."""
     context = _context(name, model, shape.context_length)
-    bytes_per_token = shape.kv_bytes_per_token(_ELEMENT_BYTES[model.dtype])
+    bytes_per_token = shape.kv_bytes_per_token(model.element_bytes)
     tokens = model.kv_tokens or min(AUTO_CONTEXTS * context, model.kv_bytes // bytes_per_token)
     pages = tokens // model.page_size
     key = f"models.{name}.{'kv_tokens' if model.kv_tokens else 'kv_bytes'}"
     _require_context(key, pages, model.page_size, context)
     return Room(context, pages, model.page_size, pages * model.page_size * bytes_per_token)
+
+
+def gpu_context(name: str, model: Model, shape: Shape) -> int:
+    """The context of a model whose KV pool is sized when all that it takes is measured. Raises ModelError."""
+    context = _context(name, model, shape.context_length)
+    if model.kv_tokens:
+        _require_context(f"models.{name}.kv_tokens", model.kv_tokens // model.page_size, model.page_size, context)
+    return context
 
 
 def script_room(name: str, model: Model, runner: ScriptRunner) -> Room:

@@ -12,7 +12,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from ipc.messages import NackReason, Warm
 from models.batch import ModelRunner
 from models.kv_cache import KvCache
-from models.resident import Resident
+from models.resident import is_resident
 from trouterd.config import Route
 from trouterd.worker.active import ActiveCounts
 from trouterd.worker.events import Event, Events
@@ -46,6 +46,7 @@ class Worker:
         kv: its KV cache.
         max_batch_tokens: token rows of one step.
         device_answers: asked after a failed step; False ends the decode loop.
+        on_thread: called first in the thread that runs steps.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Worker:
         kv: KvCache,
         max_batch_tokens: int,
         device_answers: Callable[[], bool] = lambda: True,
+        on_thread: Callable[[], None] = lambda: None,
     ) -> None:
         self.index = index
         self.routes = routes
@@ -68,7 +70,7 @@ class Worker:
         self.stats = Stats()
         self.outbound = Outbound()
         self.scheduler = Scheduler(kv, max_batch_tokens)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step", initializer=on_thread)
         self.stepper = _stepper(runner, routes, kv, self._thread)
         self.handoffs = Handoffs(
             index, self.requests, self.scheduler, self.outbound, self.stats, lambda r: self.events.on_tokens(r)
@@ -267,7 +269,7 @@ class Worker:
 
 
 def _stepper(runner: ModelRunner, routes: dict[str, WorkerRoute], kv: KvCache, thread: Executor) -> Stepper:
-    if not isinstance(runner, Resident):
+    if not is_resident(runner):
         return SynchronousStepper(runner, kv.page_table, thread)
     kv.on_pages = runner.set_pages
     return PipelinedStepper(runner, routes.values(), kv.page_table, thread)

@@ -1,7 +1,8 @@
 """The work list of paged attention, made on the device once per step from positions and runs.
 
 Rows of a run are cut into tiles, a tile's keys into ranges of about the same length over all tiles: one task each, so that
-few long contexts fill the device as well as many short ones.
+few long contexts fill the device as well as many short ones. Later rows come first: their contexts are the longest, and a
+launch ends soonest if it does not begin the long ones last.
 """
 
 from __future__ import annotations
@@ -12,64 +13,68 @@ import torch
 import triton
 import triton.language as tl
 
-UNSPLIT = 1 << 30
+from models.cuda.tiles import TileShape
+
+RECORD = 8
+"""Words of a task: first row of its tile, rows of the tile, slot, first key, key after the last, tasks of the tile, and in the
+scratch of split tiles this task's cell and that of the tile's first task. A task without keys is none."""
 
 
-@triton.jit(do_not_specialize=["rows", "goal", "capacity"])
+@triton.jit(do_not_specialize=["rows", "goal", "capacity", "cells"])
 def _list_tasks(
     positions: tl.tensor,
     leaders: tl.tensor,
+    counts: tl.tensor,
+    slots: tl.tensor,
     tasks: tl.tensor,
-    total: tl.tensor,
+    tickets: tl.tensor,
     rows,
     goal,
     capacity,
+    cells,
     TILE_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     LEAST_KEYS: tl.constexpr,
+    WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.arange(0, BLOCK)
     inside = row < rows
-    leader = tl.load(leaders + row, mask=inside, other=0)
-    length = tl.zeros([BLOCK], dtype=tl.int32)
-    for step in range(TILE_ROWS):
-        mate = row + step
-        same = tl.load(leaders + mate, mask=mate < rows, other=-1) == leader
-        length = tl.maximum(length, tl.where(same, tl.load(positions + mate, mask=mate < rows, other=-1) + 1, 0))
-    length = tl.where(inside & ((row - leader) % TILE_ROWS == 0), length, 0)
+    leader = tl.minimum(tl.maximum(tl.load(leaders + row, mask=inside, other=0), 0), rows - 1)
+    slot = tl.load(slots + row, mask=inside, other=0)
+    left = leader + tl.load(counts + leader, mask=inside, other=0) - row
+    active = tl.load(positions + row, mask=inside, other=-1) >= 0
+    leads = active & (left > 0) & (row >= leader) & ((row - leader) % TILE_ROWS == 0)
+    height = tl.minimum(left, TILE_ROWS)
+    length = tl.load(positions + tl.minimum(row + height, rows) - 1, mask=leads, other=-1) + 1
 
-    share = tl.cdiv(tl.sum(length.to(tl.int64), axis=0), tl.maximum(goal, 1))
+    share = tl.cdiv(tl.sum(length.to(tl.int64), axis=0), goal)
     share = tl.maximum(tl.cdiv(share, BLOCK_KEYS) * BLOCK_KEYS, LEAST_KEYS).to(tl.int32)
     count = tl.cdiv(length, share)
     size = tl.cdiv(tl.cdiv(length, tl.maximum(count, 1)), BLOCK_KEYS) * BLOCK_KEYS
     count = tl.cdiv(length, tl.maximum(size, 1))
-    first = tl.cumsum(count, axis=0) - count
-    tl.store(total, tl.sum(count, axis=0))
+    total = tl.sum(count, axis=0)
+    place = total - tl.cumsum(count, axis=0)
+    parts = tl.where(count > 1, count, 0)
+    cell = tl.cumsum(parts, axis=0) - parts
     for number in range(tl.max(count, axis=0)):
         wanted = number < count
-        task = tasks + first + number
+        task = tasks + (place + number) * WORDS
         tl.store(task, row, mask=wanted)
-        tl.store(task + capacity, number * size, mask=wanted)
-        tl.store(task + 2 * capacity, tl.minimum((number + 1) * size, length), mask=wanted)
-        tl.store(task + 3 * capacity, first, mask=wanted)
-        tl.store(task + 4 * capacity, count, mask=wanted)
-
-
-@dataclass(frozen=True, slots=True)
-class TileShape:
-    """How attention is cut, fixed when a step is captured."""
-
-    query_rows: int
-    """Query heads times token rows of a tile: 16, 32, 64, ..."""
-    keys: int
-    """Keys that a program handles at a time."""
-    least_keys: int
-    """Keys of a task at least, where the context has as many; UNSPLIT: all of them."""
-    tasks: int
-    """Tasks per KV head that the keys of all tiles are spread over, besides one for each tile; 0 with UNSPLIT."""
-    warps: int
-    stages: int
+        tl.store(task + 1, height, mask=wanted)
+        tl.store(task + 2, slot, mask=wanted)
+        tl.store(task + 3, number * size, mask=wanted)
+        tl.store(task + 4, tl.minimum((number + 1) * size, length), mask=wanted)
+        tl.store(task + 5, count, mask=wanted)
+        tl.store(task + 6, cell + number, mask=wanted)
+        tl.store(task + 7, cell, mask=wanted)
+    for start in range(0, capacity, BLOCK):
+        idle = start + row
+        unused = (idle >= total) & (idle < capacity)
+        tl.store(tasks + idle * WORDS + 3, 0, mask=unused)
+        tl.store(tasks + idle * WORDS + 4, 0, mask=unused)
+    for start in range(0, cells, BLOCK):
+        tl.store(tickets + start + row, 0, mask=start + row < cells)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,46 +82,73 @@ class TaskList:
     """A step's tasks, on the device."""
 
     tasks: torch.Tensor
-    """[5, capacity] int32: first row of the tile, first key, key after the last, first task of the tile, its task count."""
-    total: torch.Tensor
-    """[1] int32 tasks in use."""
+    """[capacity, RECORD] int32."""
+    tickets: torch.Tensor
+    """[cells, kv_heads] int32, all 0 between launches of the attention."""
     tile_rows: int
     """Token rows of a tile."""
 
     @property
     def capacity(self) -> int:
         """Tasks at most."""
-        return self.tasks.shape[1]
+        return len(self.tasks)
+
+    @property
+    def cells(self) -> int:
+        """Tasks of split tiles at most."""
+        return len(self.tickets)
+
+
+def task_capacity(rows: int, runs: int, tile_rows: int, shape: TileShape) -> tuple[int, int]:
+    """How many tasks, and how many tasks of split tiles, T = `rows` rows of at most `runs` runs can have.
+
+    A tile of n tasks, n > 1, has more keys than n / 2 shares, and all keys are `shape.tasks` shares.
+    """
+    most = min(rows, runs)
+    return (rows + most * (tile_rows - 1)) // tile_rows + shape.tasks, 2 * shape.tasks
 
 
 def list_tasks(
-    positions: torch.Tensor, leaders: torch.Tensor, group: int, shape: TileShape, tiles: int | None = None
+    positions: torch.Tensor,
+    leaders: torch.Tensor,
+    counts: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    runs: int,
+    group: int,
+    kv_heads: int,
+    shape: TileShape,
 ) -> TaskList:
     """The tasks of T rows.
 
     Args:
-        positions: [T] int32, -1 for inactive rows.
-        leaders: [T] int32 first row of each row's run.
+        positions, leaders, counts, slots: [T] int32, see `Rows`; a run is active or inactive as a whole.
+        runs: an upper bound of the number of active runs.
         group: query heads per KV head.
+        kv_heads: KV heads on this device.
         shape: how to cut.
-        tiles: an upper bound of their number; None takes T.
     """
     rows, tile_rows = len(positions), shape.query_rows // group
-    tasks = positions.new_empty((5, (rows if tiles is None else tiles) + shape.tasks))
-    total = positions.new_empty(1)
-    block = max(triton.next_power_of_2(rows), 16)
+    capacity, cells = task_capacity(rows, runs, tile_rows, shape)
+    tasks = positions.new_empty((capacity, RECORD))
+    tickets = positions.new_empty((cells, kv_heads))
+    block = max(triton.next_power_of_2(rows), 64)
     _list_tasks[(1,)](
         positions,
         leaders,
+        counts,
+        slots,
         tasks,
-        total,
+        tickets,
         rows,
         shape.tasks,
-        tasks.shape[1],
+        capacity,
+        cells * kv_heads,
         TILE_ROWS=tile_rows,
         BLOCK_KEYS=shape.keys,
         LEAST_KEYS=shape.least_keys,
+        WORDS=RECORD,
         BLOCK=block,
-        num_warps=min(max(block // 128, 1), 16),
+        num_warps=min(max(block // 128, 2), 16),
     )
-    return TaskList(tasks, total, tile_rows)
+    return TaskList(tasks, tickets, tile_rows)

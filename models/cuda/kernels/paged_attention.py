@@ -14,104 +14,187 @@ import torch
 import triton
 import triton.language as tl
 
-from models.cuda.kernels.attention_tasks import TaskList, TileShape
-from models.cuda.kernels.rotate_store import HeadShape
+from models.cuda.heads import HeadShape
+from models.cuda.kernels.attention_tasks import RECORD, TaskList
+from models.cuda.kernels.overlap import launch_options
+from models.cuda.tiles import TileShape
 
 
-@triton.jit(do_not_specialize=["rows", "capacity"])
+@triton.jit
+def _attend(
+    q,
+    position,
+    keys,
+    values,
+    table,
+    kv_head,
+    begin,
+    end,
+    scale,
+    largest,
+    weight,
+    result,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Keys begin .. end - 1 added to the largest score (base 2), the sum of weights and the weighted sum of values.
+
+    Without MASKED they are whole blocks that every row sees.
+    """
+    column = tl.arange(0, HEAD_DIM)
+    for start in tl.range(begin, end, BLOCK_KEYS, num_stages=STAGES):
+        key = start + tl.arange(0, BLOCK_KEYS)
+        inside = key < end
+        page = tl.load(table + key // PAGE, mask=inside, other=0) if MASKED else tl.load(table + key // PAGE)
+        cell = (page.to(tl.int64) * KV_HEADS + kv_head) * (PAGE * HEAD_DIM) + (key % PAGE) * HEAD_DIM
+        cells = cell[:, None] + column[None, :]
+        k = tl.load(keys + cells, mask=inside[:, None], other=0.0) if MASKED else tl.load(keys + cells)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            scores = tl.where((key[None, :] <= position[:, None]) & inside[None, :], scores, float("-inf"))
+        new = tl.maximum(largest, tl.max(scores, axis=1) * scale)
+        base = new
+        if MASKED:
+            # A row that has seen no key yet: any finite number keeps the differences from being NaN.
+            base = tl.where(new == float("-inf"), 0.0, new)
+        factor = tl.exp2(largest - base)
+        p = tl.exp2(scores * scale - base[:, None])
+        v = tl.load(values + cells, mask=inside[:, None], other=0.0) if MASKED else tl.load(values + cells)
+        weight = weight * factor + tl.sum(p, axis=1)
+        result = result * factor[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        largest = new
+    return largest, weight, result
+
+
+@triton.jit
 def _paged_attention(
     qkv: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
     out: tl.tensor,
     tasks: tl.tensor,
-    total: tl.tensor,
+    tickets: tl.tensor,
     sums: tl.tensor,
     scales: tl.tensor,
-    tickets: tl.tensor,
     positions: tl.tensor,
-    leaders: tl.tensor,
-    slots: tl.tensor,
     page_table: tl.tensor,
-    rows,
-    capacity,
     table_stride,
     scale,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     STAGES: tl.constexpr,
+    WHOLE_BLOCKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    task = tl.program_id(1)
     kv_head = tl.program_id(0)
-    if task >= tl.load(total):
+    task = tasks + tl.program_id(1) * WORDS
+    leading = tl.load(task)
+    height = tl.load(task + 1)
+    slot = tl.load(task + 2)
+    begin = tl.load(task + 3)
+    end = tl.load(task + 4)
+    parts = tl.load(task + 5)
+    own = tl.load(task + 6)
+    first = tl.load(task + 7)
+    if begin >= end:
+        if OVERLAP:
+            # The kernel behind takes the end of this one for the end of all before it.
+            tl.extra.cuda.gdc_wait()
         return
-    leading = tl.load(tasks + task)
-    begin = tl.load(tasks + capacity + task)
-    end = tl.load(tasks + 2 * capacity + task)
-    first = tl.load(tasks + 3 * capacity + task)
-    parts = tl.load(tasks + 4 * capacity + task)
 
     group: tl.constexpr = HEADS // KV_HEADS
     place = tl.arange(0, BLOCK_ROWS)
     row = leading + place // group
-    in_tile = (place // group < TILE_ROWS) & (row < rows)
-    same = tl.load(leaders + row, mask=in_tile, other=-1) == tl.load(leaders + leading)
-    position = tl.load(positions + row, mask=in_tile & same, other=-1)
-    live = (position >= 0)[:, None]
+    exists = place // group < height
+    live = exists[:, None]
+    position = tl.load(positions + row, mask=exists, other=-1)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     column = tl.arange(0, HEAD_DIM)
     head = kv_head * group + place % group
     wide_row = row.to(tl.int64)
     query = qkv + wide_row[:, None] * ((HEADS + 2 * KV_HEADS) * HEAD_DIM) + head[:, None] * HEAD_DIM + column[None, :]
     q = tl.load(query, mask=live, other=0.0)
 
-    table = page_table + tl.load(slots + leading).to(tl.int64) * table_stride
+    table = page_table + slot.to(tl.int64) * table_stride
     largest = tl.full([BLOCK_ROWS], float("-inf"), dtype=tl.float32)
     weight = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
     result = tl.zeros([BLOCK_ROWS, HEAD_DIM], dtype=tl.float32)
-    for start in tl.range(begin, end, BLOCK_KEYS, num_stages=STAGES):
-        key = start + tl.arange(0, BLOCK_KEYS)
-        inside = key < end
-        page = tl.load(table + key // PAGE, mask=inside, other=0).to(tl.int64)
-        cell = (page * KV_HEADS + kv_head) * (PAGE * HEAD_DIM) + (key % PAGE) * HEAD_DIM
-        cells = cell[:, None] + column[None, :]
-        k = tl.load(keys + cells, mask=inside[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where((key[None, :] <= position[:, None]) & inside[None, :], scores, float("-inf"))
-        new = tl.maximum(largest, tl.max(scores, axis=1))
-        # A row that has seen no key yet: any finite number keeps the differences from being NaN.
-        base = tl.where(new == float("-inf"), 0.0, new)
-        factor = tl.exp2(largest - base)
-        p = tl.exp2(scores - base[:, None])
-        v = tl.load(values + cells, mask=inside[:, None], other=0.0)
-        weight = weight * factor + tl.sum(p, axis=1)
-        result = result * factor[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        largest = new
+    masked = begin
+    if WHOLE_BLOCKS:
+        seen = tl.minimum(tl.load(positions + leading) + 1, end)
+        masked = tl.maximum(begin, begin + (seen - begin) // BLOCK_KEYS * BLOCK_KEYS)
+        largest, weight, result = _attend(
+            q,
+            position,
+            keys,
+            values,
+            table,
+            kv_head,
+            begin,
+            masked,
+            scale,
+            largest,
+            weight,
+            result,
+            KV_HEADS=KV_HEADS,
+            HEAD_DIM=HEAD_DIM,
+            PAGE=PAGE,
+            BLOCK_KEYS=BLOCK_KEYS,
+            STAGES=STAGES,
+            MASKED=False,
+        )
+    largest, weight, result = _attend(
+        q,
+        position,
+        keys,
+        values,
+        table,
+        kv_head,
+        masked,
+        end,
+        scale,
+        largest,
+        weight,
+        result,
+        KV_HEADS=KV_HEADS,
+        HEAD_DIM=HEAD_DIM,
+        PAGE=PAGE,
+        BLOCK_KEYS=BLOCK_KEYS,
+        STAGES=STAGES,
+        MASKED=True,
+    )
 
     target = out + wide_row[:, None] * (HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + column[None, :]
     if parts == 1:
         tl.store(target, (result / tl.where(live, weight[:, None], 1.0)).to(q.dtype), mask=live)
         return
-    cell = (task * KV_HEADS + kv_head).to(tl.int64) * BLOCK_ROWS + place
+    cell = (own * KV_HEADS + kv_head).to(tl.int64) * BLOCK_ROWS + place
     tl.store(sums + cell[:, None] * HEAD_DIM + column[None, :], result, mask=live)
-    tl.store(scales + 2 * cell, largest, mask=position >= 0)
-    tl.store(scales + 2 * cell + 1, weight, mask=position >= 0)
+    tl.store(scales + 2 * cell, largest, mask=exists)
+    tl.store(scales + 2 * cell + 1, weight, mask=exists)
     tl.debug_barrier()
-    if tl.atomic_add(tickets + first * KV_HEADS + kv_head, 1, sem="acq_rel", scope="gpu") < parts - 1:
+    ticket = tickets + first * KV_HEADS + kv_head
+    if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") < parts - 1:
         return
     # The next layer counts from 0 again.
-    tl.store(tickets + first * KV_HEADS + kv_head, 0)
+    tl.store(ticket, 0)
     largest = tl.full([BLOCK_ROWS], float("-inf"), dtype=tl.float32)
     weight = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
     result = tl.zeros([BLOCK_ROWS, HEAD_DIM], dtype=tl.float32)
     for part in range(first, first + parts):
         cell = (part * KV_HEADS + kv_head).to(tl.int64) * BLOCK_ROWS + place
-        top = tl.load(scales + 2 * cell, mask=position >= 0, other=float("-inf"), cache_modifier=".cg")
-        added = tl.load(scales + 2 * cell + 1, mask=position >= 0, other=0.0, cache_modifier=".cg")
+        top = tl.load(scales + 2 * cell, mask=exists, other=float("-inf"), cache_modifier=".cg")
+        added = tl.load(scales + 2 * cell + 1, mask=exists, other=0.0, cache_modifier=".cg")
         piece = tl.load(sums + cell[:, None] * HEAD_DIM + column[None, :], mask=live, other=0.0, cache_modifier=".cg")
         new = tl.maximum(largest, top)
         base = tl.where(new == float("-inf"), 0.0, new)
@@ -127,21 +210,17 @@ class AttentionScratch:
     """Where the parts of split tiles meet."""
 
     sums: torch.Tensor
-    """[capacity, kv_heads, query_rows, head_dim] float32."""
+    """[cells, kv_heads, query_rows, head_dim] float32."""
     scales: torch.Tensor
-    """[capacity, kv_heads, query_rows, 2] float32: largest score (base 2) and sum of weights."""
-    tickets: torch.Tensor
-    """[capacity, kv_heads] int32, all 0 between launches."""
+    """[cells, kv_heads, query_rows, 2] float32: largest score (base 2) and sum of weights."""
 
     @classmethod
     def of(cls, tasks: TaskList, shape: HeadShape, tiles: TileShape) -> AttentionScratch:
         """For a step's tasks."""
-        like, capacity = tasks.tasks, tasks.capacity if tiles.tasks else 0
-        cells = (capacity, shape.kv_heads, tiles.query_rows)
+        cells = (tasks.cells, shape.kv_heads, tiles.query_rows)
         return cls(
-            sums=torch.empty((*cells, shape.head_dim), dtype=torch.float32, device=like.device),
-            scales=torch.empty((*cells, 2), dtype=torch.float32, device=like.device),
-            tickets=torch.zeros((capacity, shape.kv_heads), dtype=torch.int32, device=like.device),
+            sums=torch.empty((*cells, shape.head_dim), dtype=torch.float32, device=tasks.tasks.device),
+            scales=torch.empty((*cells, 2), dtype=torch.float32, device=tasks.tasks.device),
         )
 
 
@@ -153,11 +232,11 @@ def paged_attention(
     tasks: TaskList,
     scratch: AttentionScratch,
     positions: torch.Tensor,
-    leaders: torch.Tensor,
-    slots: torch.Tensor,
     page_table: torch.Tensor,
     shape: HeadShape,
     tiles: TileShape,
+    *,
+    overlap: bool = False,
 ) -> None:
     """Attend with the q of `qkv` to the keys up to each row's position, its own included; inactive rows of `out` are left.
 
@@ -167,9 +246,10 @@ def paged_attention(
         out: [T, heads * head_dim].
         tasks: of these rows, made with `tiles`.
         scratch: made for `tasks`.
-        positions, leaders, slots: [T] int32, see `Rows`.
+        positions: [T] int32, see `Rows`.
         page_table: [slots, pages] int32, rows contiguous.
         shape, tiles: of the heads and of the cut.
+        overlap: start while the kernel ahead ends, which may write `qkv`, `keys` and `values` alone.
     """
     _paged_attention[(shape.kv_heads, tasks.capacity)](
         qkv,
@@ -177,26 +257,24 @@ def paged_attention(
         values,
         out,
         tasks.tasks,
-        tasks.total,
+        tasks.tickets,
         scratch.sums,
         scratch.scales,
-        scratch.tickets,
         positions,
-        leaders,
-        slots,
         page_table,
-        len(qkv),
-        tasks.capacity,
         page_table.stride(0),
         shape.head_dim**-0.5 * math.log2(math.e),
         HEADS=shape.heads,
         KV_HEADS=shape.kv_heads,
         HEAD_DIM=shape.head_dim,
         PAGE=shape.page_size,
-        TILE_ROWS=tasks.tile_rows,
+        WORDS=RECORD,
         BLOCK_ROWS=tiles.query_rows,
         BLOCK_KEYS=tiles.keys,
         STAGES=tiles.stages,
+        WHOLE_BLOCKS=tiles.whole_blocks,
+        OVERLAP=overlap,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **launch_options(overlap),
     )

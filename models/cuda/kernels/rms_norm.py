@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from models.cuda.kernels.overlap import launch_options
+
 
 @triton.jit(do_not_specialize=["limit"])
 def _rms_norm(
@@ -21,6 +23,7 @@ def _rms_norm(
     HAS_INDEX: tl.constexpr,
     HAS_DELTA: tl.constexpr,
     KEEP: tl.constexpr,
+    OVERLAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -29,6 +32,9 @@ def _rms_norm(
         place = tl.minimum(tl.maximum(tl.load(index + row), 0), limit - 1).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     x = tl.load(source + place * width + column, mask=inside, other=0.0)
     kind = x.dtype
     if HAS_DELTA:
@@ -39,8 +45,7 @@ def _rms_norm(
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
     normed = (wide * scale).to(kind).to(tl.float32)
-    scaled = normed * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + column, scaled.to(kind), mask=inside)
+    tl.store(out + row * width + column, (normed * factor).to(kind), mask=inside)
 
 
 def rms_norm(
@@ -52,6 +57,7 @@ def rms_norm(
     delta: torch.Tensor | None = None,
     index: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
+    overlap: bool = False,
 ) -> None:
     """out = norm(x) * weight with x = source (+ delta), rounded where `models.decoder.rms_norm` rounds.
 
@@ -63,6 +69,7 @@ def rms_norm(
         delta: [S, H] added to `source`, the sum rounded to its dtype; None adds nothing.
         index: [T] int32 rows of `source` (and `delta`) to take, those outside it brought to its ends; None takes all.
         keep: [T, H] where x goes; may be `source` when there is no index. None keeps nothing.
+        overlap: start while the kernel ahead ends, which must not write `weight` or `index`.
     """
     width = source.shape[1]
     block = triton.next_power_of_2(width)
@@ -79,6 +86,8 @@ def rms_norm(
         HAS_INDEX=index is not None,
         HAS_DELTA=delta is not None,
         KEEP=keep is not None,
+        OVERLAP=overlap,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
+        **launch_options(overlap),
     )

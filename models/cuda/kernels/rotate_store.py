@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
+
+from models.cuda.heads import HeadShape
+from models.cuda.kernels.overlap import launch_options
 
 _BLOCK_HEADS = 4
 
@@ -28,11 +29,17 @@ def _rotate_store(
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ):
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + row)
     if position < 0:
+        if OVERLAP:
+            # The kernel behind takes the end of this one for the end of all before it.
+            tl.extra.cuda.gdc_wait()
         return
     half: tl.constexpr = HEAD_DIM // 2
     total: tl.constexpr = HEADS + 2 * KV_HEADS
@@ -40,6 +47,12 @@ def _rotate_store(
     column = tl.arange(0, half)[None, :]
     exists = (head < total)[:, None]
     rotated = (head < HEADS + KV_HEADS)[:, None]
+    turn = rotations + position.to(tl.int64) * HEAD_DIM + column
+    cos, sin = tl.load(turn), tl.load(turn + half)
+    slot = tl.load(slots + row).to(tl.int64)
+    page = tl.load(page_table + slot * table_stride + position // PAGE).to(tl.int64)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     place = qkv + row * total * HEAD_DIM + head[:, None] * HEAD_DIM + column
     first = tl.load(place, mask=exists, other=0.0)
     second = tl.load(place + half, mask=exists, other=0.0)
@@ -52,16 +65,12 @@ def _rotate_store(
         y_weight = tl.load(weight + half, mask=rotated, other=0.0).to(tl.float32)
         x = ((x * scale).to(kind).to(tl.float32) * x_weight).to(kind).to(tl.float32)
         y = ((y * scale).to(kind).to(tl.float32) * y_weight).to(kind).to(tl.float32)
-    turn = rotations + position.to(tl.int64) * HEAD_DIM + column
-    cos, sin = tl.load(turn), tl.load(turn + half)
     first = tl.where(rotated, (x * cos - y * sin).to(kind), first)
     second = tl.where(rotated, (y * cos + x * sin).to(kind), second)
 
     query = (head < HEADS)[:, None]
     tl.store(place, first, mask=query)
     tl.store(place + half, second, mask=query)
-    slot = tl.load(slots + row).to(tl.int64)
-    page = tl.load(page_table + slot * table_stride + position // PAGE).to(tl.int64)
     cell = page * KV_HEADS * PAGE * HEAD_DIM + (position % PAGE) * HEAD_DIM + column
     key = keys + (head - HEADS)[:, None] * PAGE * HEAD_DIM + cell
     is_key = rotated & ~query
@@ -71,17 +80,6 @@ def _rotate_store(
     is_value = exists & ~rotated
     tl.store(value, first, mask=is_value)
     tl.store(value + half, second, mask=is_value)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadShape:
-    """Heads that one device holds, and how they are normed and turned."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    page_size: int
-    eps: float
 
 
 def rotate_store(
@@ -94,6 +92,8 @@ def rotate_store(
     keys: torch.Tensor,
     values: torch.Tensor,
     shape: HeadShape,
+    *,
+    overlap: bool = False,
 ) -> None:
     """Norm and turn the heads of q in place; write normed and turned k, and v, into their pages. Inactive rows: nothing.
 
@@ -106,6 +106,7 @@ def rotate_store(
         page_table: [slots, pages] int32, rows contiguous.
         keys, values: [pages, kv_heads, page_size, head_dim] of this layer.
         shape: of the heads.
+        overlap: start while the kernel ahead ends, which may write `qkv` alone.
     """
     total = shape.heads + 2 * shape.kv_heads
     _rotate_store[(len(qkv), triton.cdiv(total, _BLOCK_HEADS))](
@@ -124,6 +125,8 @@ def rotate_store(
         HEAD_DIM=shape.head_dim,
         PAGE=shape.page_size,
         NORM=norms is not None,
+        OVERLAP=overlap,
         BLOCK_HEADS=_BLOCK_HEADS,
         num_warps=max(min(_BLOCK_HEADS * shape.head_dim // 256, 4), 1),
+        **launch_options(overlap),
     )

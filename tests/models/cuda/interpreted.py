@@ -16,12 +16,14 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "run test_interpreted.py"
 
 from models.config import ModelConfig
 from models.cuda.decoder import CudaDecoder
-from models.cuda.kernels.attention_tasks import UNSPLIT, TileShape, list_tasks
+from models.cuda.heads import HeadShape
+from models.cuda.kernels.attention_tasks import TaskList, list_tasks
 from models.cuda.kernels.paged_attention import AttentionScratch, paged_attention
 from models.cuda.kernels.rms_norm import rms_norm
-from models.cuda.kernels.rotate_store import HeadShape, rotate_store
+from models.cuda.kernels.rotate_store import rotate_store
 from models.cuda.kernels.silu_mul import silu_mul
 from models.cuda.shard import Shard
+from models.cuda.tiles import TileShape
 from models.decoder import rms_norm as reference_norm
 from models.decoder import silu
 from models.rope import rotary_table, rotate
@@ -126,28 +128,63 @@ class _Rope:
         return RopeConfig("default", 10_000.0)
 
 
-def cut(query_rows: int = 16, least_keys: int = 16, tasks: int = 4) -> TileShape:
-    return TileShape(query_rows, keys=16, least_keys=least_keys, tasks=tasks, warps=4, stages=2)
+def cut(query_rows: int = 16, tasks: int = 4, whole_blocks: bool = False) -> TileShape:
+    return TileShape(query_rows, keys=16, least_keys=16, tasks=tasks, whole_blocks=whole_blocks, warps=4, stages=2)
+
+
+def listed(positions: torch.Tensor, leaders: torch.Tensor, shape: TileShape, runs: int = 99) -> TaskList:
+    counts = torch.bincount(leaders, minlength=len(leaders)).int()
+    slots = torch.arange(len(leaders)).int() + 5
+    return list_tasks(positions, leaders, counts, slots, runs=runs, group=4, kv_heads=2, shape=shape)
+
+
+def in_use(tasks: TaskList) -> list[list[int]]:
+    return [record for record in tasks.tasks.tolist() if record[3] < record[4]]
 
 
 def test_every_key_of_every_tile_is_in_one_task() -> None:
     positions, leaders = ids(40, -1, 7, 8, 9, 10, 11, 100, -1, -1), ids(0, 1, 2, 2, 2, 2, 2, 7, 8, 8)
-    shape = cut()
-    listed = list_tasks(positions, leaders, 4, shape)
-    count = int(listed.total)
-    tasks = listed.tasks[:, :count].T.tolist()
+    tasks = listed(positions, leaders, cut())
     # Tiles of 4 rows: 41 keys, 11 and 12 keys of one run, 101 keys. 165 keys over 4: 48 a task.
-    expected = [[0, 0, 41, 0, 1], [2, 0, 11, 1, 1], [6, 0, 12, 2, 1]]
-    expected += [[7, 0, 48, 3, 3], [7, 48, 96, 3, 3], [7, 96, 101, 3, 3]]
-    assert tasks == expected
-    assert count <= listed.capacity
-    whole = list_tasks(positions, leaders, 4, cut(least_keys=UNSPLIT, tasks=0), tiles=4)
-    assert whole.tasks[:, : int(whole.total)].T.tolist() == [[0, 0, 41, 0, 1], *expected[1:3], [7, 0, 101, 3, 1]]
-    idle = list_tasks(ids(-1, -1), ids(0, 1), 4, shape)
-    assert int(idle.total) == 0
+    expected = [[7, 1, 12, 0, 48, 3, 0, 0], [7, 1, 12, 48, 96, 3, 1, 0], [7, 1, 12, 96, 101, 3, 2, 0]]
+    expected += [[6, 1, 11, 0, 12, 1], [2, 4, 7, 0, 11, 1], [0, 1, 5, 0, 41, 1]]
+    found = in_use(tasks)
+    assert [record[: len(want)] for record, want in zip(found, expected, strict=True)] == expected
+    assert tasks.tasks.tolist()[: len(found)] == found
+    assert (tasks.tasks[len(found) :, 3:5] == 0).all()
+    assert tasks.tickets.shape == (8, 2)
+    assert not tasks.tickets.any()
+    assert in_use(listed(ids(-1, -1), ids(0, 1), cut())) == []
 
 
-@pytest.mark.parametrize("tiles", [cut(), cut(tasks=12), cut(32, least_keys=UNSPLIT, tasks=0)])
+@pytest.mark.parametrize("seed", range(8))
+def test_tasks_fit_whatever_the_runs_are(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    counts = generator.integers(1, 20, int(generator.integers(1, 8)))
+    starts = generator.integers(0, int(generator.choice([2, 50, 3000])), len(counts))
+    firsts = np.repeat(np.cumsum(counts) - counts, counts)
+    positions = np.repeat(starts, counts) + np.arange(counts.sum()) - firsts
+    shape = cut(tasks=int(generator.integers(1, 9)))
+    tasks = listed(ids(*positions), ids(*firsts), shape, runs=len(counts))
+    tiles = {
+        (first + row, min(4, count - row))
+        for first, count in zip(np.cumsum(counts) - counts, counts, strict=True)
+        for row in range(0, count, 4)
+    }
+    keys: dict[tuple[int, int], int] = {}
+    cells = []
+    for leading, height, slot, begin, end, parts, own, first in in_use(tasks):
+        assert slot == leading + 5
+        assert begin == keys.get((leading, height), 0)
+        keys[leading, height] = end
+        cells += [own] if parts > 1 else []
+        assert parts == 1 or first <= own < first + parts
+    assert keys == {(leading, height): positions[leading + height - 1] + 1 for leading, height in tiles}
+    assert sorted(cells) == list(range(len(cells)))
+    assert len(cells) <= tasks.cells
+
+
+@pytest.mark.parametrize("tiles", [cut(), cut(tasks=12), cut(32, tasks=1), cut(whole_blocks=True)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (8, 1)])
 def test_attention_over_runs_of_all_lengths(heads: int, kv_heads: int, tiles: TileShape) -> None:
     shape = HeadShape(heads, kv_heads, head_dim=16, page_size=PAGE, eps=0.0)
@@ -160,11 +197,12 @@ def test_attention_over_runs_of_all_lengths(heads: int, kv_heads: int, tiles: Ti
     outs = []
     for _ in range(2):
         out = torch.full((len(rows), heads * 16), 9.0)
-        tasks = list_tasks(rows.positions, rows.leaders, heads // kv_heads, tiles)
+        place = (rows.positions, rows.leaders, rows.counts, rows.slots)
+        group = heads // kv_heads
+        tasks = list_tasks(*place, runs=len(table), group=group, kv_heads=kv_heads, shape=tiles)
         scratch = AttentionScratch.of(tasks, shape, tiles)
-        place = (rows.positions, rows.leaders, rows.slots, rows.page_table)
-        paged_attention(qkv, keys, values, out, tasks, scratch, *place, shape, tiles)
-        assert not scratch.tickets.any()
+        paged_attention(qkv, keys, values, out, tasks, scratch, rows.positions, rows.page_table, shape, tiles)
+        assert not tasks.tickets.any()
         outs.append(out)
     assert torch.equal(*outs)
     for row, (position, slot) in enumerate(zip(rows.positions.tolist(), rows.slots.tolist(), strict=True)):

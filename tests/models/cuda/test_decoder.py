@@ -197,6 +197,71 @@ def test_a_captured_step_equals_the_eager_one(tmp_path: Path, dtype: str) -> Non
         assert replayed.logits.isfinite().all()
 
 
+@pytest.mark.parametrize("shape", [WIDER, WIDER | {"kv_heads": 8}])
+def test_a_captured_prefill_equals_the_reference(tmp_path: Path, shape: dict[str, int]) -> None:
+    """One graph of 320 rows: whole chunks of one prompt, several prompts with decode rows between them, padding."""
+    directory = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16, context=4096, layers=2, **shape)
+    pair = Pair.of(directory, 4096, "bfloat16", "cuda")
+    generator = np.random.default_rng(0)
+    first = stage.device_rows(pair.runs({0: 320}, generator), pair.table, "cuda")
+    captured = Captured.of(pair.fast.forward, first)
+    pair.runner.step(stage.batch([(0, 0, pair.ids[0])], pair.table))
+    pair.both(pair.runs({1: 3000, 2: 600}, generator), host=False)
+    mixes: list[dict[int, int]] = [{1: 310, 2: 1}, {0: 1, 3: 100, 2: 3, 4: 150, 1: 1}, {5: 1}, {1: 200}, {0: 320}]
+    for counts in mixes:
+        runs = pair.runs(counts, generator)
+        idle = 320 - sum(counts.values())
+        rows = stage.device_rows(runs, pair.table, "cuda", inactive=Inactive(after=idle))
+        padding = torch.full((320 - len(rows.logit_rows),), 319, dtype=torch.int32, device="cuda")
+        rows.logit_rows = torch.cat([rows.logit_rows, padding])
+        replayed, eager = captured.replay(rows), pair.fast.forward(rows)
+        assert torch.equal(replayed.logits, eager.logits)
+        expected = pair.runner.step(stage.batch(runs, pair.table))
+        count = len(expected.logits)
+        assert difference(StepOutput(replayed.logits[:count], replayed.hidden[:count]), expected) < 0.02
+        assert replayed.logits.isfinite().all()
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(1, "bfloat16"), (200, "bfloat16"), (1000, "bfloat16"), (300, "float32")])
+def test_workspace_bytes_are_what_a_step_takes(tmp_path: Path, rows: int, dtype: str) -> None:
+    directory = tiny_model(tmp_path, "qwen3", context=4096, vocab=50_000, tokenizer=False, **WIDER)
+    fast = CudaDecoder.load(directory, dtype=dtype, page_size=PAGE)
+    fast.allocate_kv(64)
+    step = stage.device_rows([(0, 0, [7] * rows)], stage.page_table(1, 1024, PAGE), "cuda")
+    step.logit_rows = step.logit_rows[: min(rows, 64)]
+    fast.forward(step)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    output = fast.forward(step)
+    taken = torch.cuda.max_memory_allocated() - before
+    counted = fast.workspace_bytes(rows, len(step.logit_rows))
+    assert output.logits.isfinite().all()
+    # The caching allocator rounds each tensor up to 512 bytes; the count takes every row for a run of its own.
+    assert counted - 32 * rows <= taken <= counted + 20 * 512
+
+
+@pytest.mark.parametrize("rows", [1, 64, 200])
+def test_overlapping_launches_change_nothing(tmp_path: Path, rows: int) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    directory = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16, context=1024, layers=12, **WIDER)
+    fast = CudaDecoder.load(directory, page_size=PAGE)
+    fast.allocate_kv(64)
+    table = stage.page_table(1, 1024, PAGE)
+    start = stage.device_rows([(0, 0, [5] * 300)], table, "cuda")
+    step = stage.device_rows([(0, 300, list(range(rows)))], table, "cuda")
+    fast.forward(start)
+    plain = fast.forward(step)
+    fast.overlap = True
+    for _ in range(10):
+        again = fast.forward(step)
+        assert torch.equal(again.logits, plain.logits)
+    captured = Captured.of(fast.forward, step)
+    for _ in range(10):
+        assert torch.equal(captured.replay(step).logits, plain.logits)
+
+
 def test_inactive_rows_write_nothing(tmp_path: Path) -> None:
     fast = CudaDecoder.load(tiny_model(tmp_path, "qwen3"), page_size=PAGE, dtype="bfloat16")
     fast.allocate_kv(8)
@@ -214,6 +279,7 @@ def test_flashinfer_equals_the_tiled_kernel(tmp_path: Path, monkeypatch: pytest.
     directory = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16, context=4096, **shape)
     ragged, tiled = (Pair.of(directory, 4096, "bfloat16", "cuda") for _ in range(2))
     monkeypatch.setattr(tiled.fast, "_has_ragged", lambda: False)
+    monkeypatch.setattr("models.cuda.decoder.RAGGED_KEYS", 0)
     generator = np.random.default_rng(0)
     for counts in ({0: 900, 1: RAGGED_ROWS}, {2: 70, 0: 1, 1: 9}, {0: 2000}, {0: 500, 1: 1, 2: 300}):
         runs = ragged.runs(counts, generator)

@@ -9,17 +9,19 @@ from pathlib import Path
 
 import pytest
 
-SUITE = Path(__file__).with_name("interpreted.py")
+SUITES = ("interpreted.py", "interpreted_head.py", "interpreted_split.py")
 
 
 @pytest.mark.timeout(300)
-def test_kernels_and_decoder_under_the_interpreter() -> None:
+@pytest.mark.parametrize("name", SUITES)
+def test_kernels_under_the_interpreter(name: str) -> None:
     # Older interpreters read scalars in a way that new versions of numpy refuse.
     pytest.importorskip("triton", minversion="3.9")
+    suite = Path(__file__).with_name(name)
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout", "120", str(SUITE)],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout", "120", str(suite)],
         env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=SUITE.parents[3],
+        cwd=suite.parents[3],
         capture_output=True,
         text=True,
         timeout=280,

@@ -1,0 +1,285 @@
+"""Step time of a model split over GPUs, by how its ranks sum.
+
+    python -m bench.split [--ranks 2] [--layers 64] [--batches 1,8,32,64] [--context 1024] [--json FILE]
+
+Qwen3-32B's shape with random weights. Each step is one graph replay of the model without sampling: rows from the first rank to
+the others, the layers, the LM head's parts back to the first rank. Ways: as the ranks choose when they meet (`chosen`), the same
+with overlapping small kernels, NCCL and a norm, torch's one-shot sum and a norm, no sums at all (wrong, but it shows what they
+cost), and neither sums nor gathered logits. The last table is where one step's time goes on the first rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from models.cuda.decoder import CudaDecoder
+from models.cuda.shard import FusedSums, Shard
+from models.parallel.leader import LeadingDecoder, SplitModel
+from models.parallel.link import Load
+from models.rows import Rows
+from trouterd import logs
+from trouterd.worker.rank import main as follow
+from trouterd.worker.rank_processes import RankProcesses
+
+SHAPE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+PAGE = 16
+SLOTS = 64
+WAYS = ("chosen", "overlap", "nccl", "one-shot", "no sums", "no sums, no logits")
+REPLAYS = 40
+
+
+class Ways:
+    """A rank's shard whose sums are made in the way whose turn it is."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.way = WAYS[0]
+        self._shard = shard
+        self._buffer: torch.Tensor | None = None
+
+    def shard(self) -> Shard:
+        """The shard for the decoder."""
+        return replace(self._shard, all_reduce=self._all_reduce, all_gather=self._gather, fused=self._fused)
+
+    def _fused(self, rows: int) -> FusedSums | None:
+        return self._shard.fused(rows) if self.way in ("chosen", "overlap") else None
+
+    def _all_reduce(self, partial: torch.Tensor) -> None:
+        if self.way == "one-shot":
+            self._one_shot(partial)
+        elif not self.way.startswith("no sums"):
+            self._shard.all_reduce(partial)
+
+    def _gather(self, local: torch.Tensor) -> torch.Tensor:
+        return local if self.way == "no sums, no logits" else self._shard.all_gather(local)
+
+    def _one_shot(self, partial: torch.Tensor) -> None:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        if self._buffer is None:
+            self._buffer = symmetric.empty(SLOTS * partial.shape[1], dtype=partial.dtype, device=partial.device)
+            symmetric.rendezvous(self._buffer, dist.group.WORLD)  # type: ignore[arg-type]
+        place = self._buffer[: partial.numel()].view_as(partial)
+        name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        torch.ops.symm_mem.one_shot_all_reduce_copy_out(place, partial, "sum", name, partial)
+
+
+class Part(CudaDecoder):
+    """Takes the next way with every `allocate_kv`, which all ranks do together."""
+
+    ways: Ways
+    turn = 0
+
+    def allocate_kv(self, num_pages: int) -> None:
+        """Make room for K and V; graphs of before are gone."""
+        super().allocate_kv(num_pages)
+        self.ways.way = WAYS[self.turn % len(WAYS)]
+        self.overlap = self.ways.way == "overlap"
+        self.turn += 1
+
+
+def load(order: Load, shard: Shard) -> Part:
+    """A rank's part."""
+    ways = Ways(shard)
+    part = cast(
+        "Part",
+        Part.load(
+            order.path,
+            device=order.device,
+            dtype=order.dtype,
+            load_format=order.load_format,
+            page_size=order.page_size,
+            shard=ways.shard(),
+        ),
+    )
+    part.ways = ways
+    return part
+
+
+def rows_of(batch: int, context: int, device: torch.device) -> Rows:
+    """One new token of each of `batch` requests that have `context` tokens."""
+    pages, columns = -(-context // PAGE), SHAPE["max_position_embeddings"] // PAGE  # type: ignore[operator]
+    table = np.zeros((SLOTS, columns), np.int32)
+    table[:, :pages] = np.random.default_rng(0).permutation(SLOTS * pages).reshape(SLOTS, pages)
+
+    def put(values: Any) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(values, np.int32)).to(device)
+
+    every = np.arange(batch)
+    return Rows(
+        tokens=put(every + 1000),
+        positions=put(np.full(batch, context - 1)),
+        slots=put(every),
+        leaders=put(every),
+        counts=put(np.ones(batch)),
+        page_table=put(table),
+        logit_rows=put(every),
+    )
+
+
+@dataclass(slots=True)
+class Captured:
+    """A step of one size."""
+
+    batch: int
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor
+
+
+def capture(leader: LeadingDecoder, batch: int, context: int) -> Captured:
+    """Capture on all ranks, after a plain step."""
+    rows = rows_of(batch, context, leader.device)
+    leader.forward(rows)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        output = leader.forward(rows)
+    return Captured(batch, graph, output.logits)
+
+
+def replay(leader: LeadingDecoder, step: Captured) -> None:
+    """Queue a step on all ranks."""
+    leader.replaying(step.batch, step.batch)
+    step.graph.replay()
+
+
+def measure(leader: LeadingDecoder, step: Captured) -> tuple[float, float]:
+    """Milliseconds of a step when the next one is queued behind it, and microseconds of the host's part of it."""
+    for _ in range(3):
+        replay(leader, step)
+    torch.cuda.synchronize()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]  # type: ignore[no-untyped-call]
+    marks[0].record()
+    host = []
+    for mark in marks[1:]:
+        started = time.perf_counter()
+        replay(leader, step)
+        host.append(time.perf_counter() - started)
+        mark.record()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) for a, b in zip(marks[:-1], marks[1:], strict=True)]
+    return statistics.median(times), statistics.median(host) * 1e6
+
+
+def profile(leader: LeadingDecoder, step: Captured) -> list[tuple[str, int, float]]:
+    """Kernel, calls and microseconds of one step on the first rank, longest first; waiting for other ranks counts."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    replays = 5
+    with record(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(replays):
+            replay(leader, step)
+        torch.cuda.synchronize()
+    lines = [
+        (event.key, event.count // replays, event.self_device_time_total / replays)
+        for event in profiler.key_averages()
+        if event.self_device_time_total
+    ]
+    return sorted(lines, key=lambda line: -line[2])
+
+
+def attempt(what: str, work: Callable[[], Any]) -> Any:
+    """The result, or None and a line that says why not."""
+    try:
+        return work()
+    except (RuntimeError, AttributeError) as error:
+        print(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:300]}", flush=True)
+        return None
+
+
+def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All ways and batches."""
+    (folder / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": options.layers}))
+    devices = tuple(f"cuda:{rank}" for rank in range(options.ranks))
+    model = SplitModel(str(folder), devices, load_format="dummy", page_size=PAGE)
+    processes = RankProcesses(
+        "bench", options.ranks, log_level="info", log_format="text", on_loss=print, module="bench.split"
+    )
+    started = time.perf_counter()
+    leader = LeadingDecoder(model, processes.ranks, load)
+    print(f"loaded in {time.perf_counter() - started:.1f} s, {leader.weight_bytes / 2**30:.2f} GiB a rank", flush=True)
+    result: dict[str, Any] = {"ranks": options.ranks, "layers": options.layers, "steps": {}}
+    pages = SLOTS * -(-options.context // PAGE)
+    with torch.inference_mode():
+        for way in WAYS:
+            leader.allocate_kv(pages)
+            for batch in options.batches:
+                step = attempt(f"{way}, {batch} rows", partial(capture, leader, batch, options.context))
+                if step is None:
+                    continue
+                milliseconds, host = measure(leader, step)
+                finite = bool(step.logits.isfinite().all())
+                print(f"{way:20} b {batch:3}: {milliseconds:7.3f} ms, host {host:4.0f} us, finite {finite}", flush=True)
+                result["steps"].setdefault(way, {})[batch] = milliseconds
+                if batch == 8 and way in ("chosen", "nccl", "overlap"):
+                    for key, count, spent in (attempt("profile", partial(profile, leader, step)) or [])[:16]:
+                        print(f"    {spent:8.1f} us {count:5} x {key[:90]}", flush=True)
+    table(result["steps"], options.batches)
+    leader.close()
+    processes.close()
+    return result
+
+
+def table(steps: dict[str, dict[int, float]], batches: Sequence[int]) -> None:
+    """All steps, and what the sums cost."""
+    print("\nms a step             " + "".join(f"{f'b {batch}':>10}" for batch in batches))
+    for way, line in steps.items():
+        print(f"{way:22}" + "".join(f"{line.get(batch, float('nan')):10.3f}" for batch in batches))
+    without = steps.get("no sums", {})
+    for way in [way for way in steps if not way.startswith("no sums")]:
+        shares = [1 - without.get(batch, float("nan")) / steps[way].get(batch, float("nan")) for batch in batches]
+        print(f"share of sums, {way:7}" + "".join(f"{share:10.1%}" for share in shares))
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(prog="bench.split", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=64)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--batches", type=lambda text: [int(word) for word in text.split(",")], default=[1, 8, 32, 64])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    logs.setup("bench", "info", "text")
+    logging.captureWarnings(False)
+    with tempfile.TemporaryDirectory() as folder:
+        result = run(options, Path(folder))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    if "--link-fd" in sys.argv:
+        follow(load=load)
+    main()

@@ -1,0 +1,65 @@
+// What the host tells the kernel. models/cuda/megakernel.py mirrors `Params` field by field.
+#pragma once
+
+enum Kind : int { QKV, OUT, GATE_UP, DOWN, HEAD, KINDS };
+
+// A weight matrix [8 * units, 32 * blocks], packed (see models/cuda/packing.py).
+struct Matrix {
+  long long offset;  // bytes from the start of its layer (of the stream, for the LM head)
+  int units;         // groups of 8 output features
+  int blocks;        // groups of 32 input features
+  int rotation;      // the SM that gets the first share
+  int unused;
+};
+
+struct Params {
+  Matrix matrices[KINDS];
+  long long layer_bytes;
+
+  // Weights.
+  const unsigned char* stream;     // all packed matrices
+  const bf16* embedding;           // [vocabulary, hidden]
+  const bf16* vectors;             // [layers, vector_stride]; where a layer's vectors begin, or -1 for none:
+  int vector_stride;
+  int input_norm, mlp_norm, q_norm, k_norm;
+  int bias[HEAD];                  // of each kind; that of GATE_UP has gate and up of a feature side by side
+  int unused;
+  const bf16* final_norm;
+  const float* rotations;          // [positions, 2, head_dim / 2] cos, sin
+
+  // K and V, [layers, pages, kv_heads, page_size, head_dim] each.
+  bf16* k_cache;
+  bf16* v_cache;
+  long long cache_layer;           // elements of a layer
+
+  // Rows: see models/rows.py.
+  const int* tokens;
+  const int* positions;
+  const int* slots;
+  const int* counts;
+  const int* page_table;
+  const int* logit_rows;
+
+  // Scratch.
+  bf16* x;                         // [64, hidden] the residual stream
+  bf16* qkv;                       // [64, (heads + 2 kv_heads) head_dim]
+  bf16* attended;                  // [64, heads head_dim]
+  bf16* act;                       // [64, intermediate]
+  float* partial;                  // [split tasks, 128 query rows, head_dim] attention of a part of the keys
+  float* partial_sums;             // [split tasks, 128, 2] its maximum and sum
+  unsigned* tickets;               // [64, kv_heads] zero between uses
+  unsigned* arrivals;              // the grid barrier's word
+
+  // Results.
+  float* logits;                   // [R, logit_stride]
+  bf16* hidden_out;                // [R, hidden]
+
+  int rows, logit_count;           // T, R
+  int layers, hidden, heads, kv_heads, head_dim, intermediate;
+  int vocabulary;                  // columns of logits
+  int embeddings;                  // rows of the embedding
+  int logit_stride;
+  int page_size, page_stride;      // tokens of a page; pages of a page table's row
+  int split_tasks;                 // that `partial` has room for
+  float eps, inverse_hidden;       // 1 / hidden
+};

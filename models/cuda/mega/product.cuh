@@ -1,0 +1,297 @@
+// y[T, N] = x[T, K] W[N, K]^T for up to 64 rows: weights from the ring, activations from L2 straight into registers.
+//
+// The 8 warps of an SM share K: each takes chunks of the stream and keeps sums of all of the tile's outputs; one reduction in
+// a fixed order follows. Where rows are more than 32, warps go in pairs that hold half of the rows each.
+// The order of input features inside a block of 32 is free as long as both operands agree: lane (g, c) holds features
+// 8 c ... 8 c + 7 of row g, 16 contiguous bytes in memory, as pairs 0 1 2 3. Pairs 0 and 2 feed one multiplication of depth 16,
+// pairs 1 and 3 the other; weights are packed in the order 0 2 1 3. So up to 8 rows need no zeros beside them: the same four
+// registers are the operand of both multiplications, as rows g (pairs 0 and 2) and g + 8 (pairs 1 and 3), of whose results
+// the upper half of the first and the lower half of the second count.
+#pragma once
+
+// What the kernel's variant for up to ROWS rows does.
+template <int ROWS>
+struct Plan {
+  static constexpr int GROUPS = ROWS / 8;                      // of 8 rows
+  static constexpr int HALVES = ROWS > 32 ? 2 : 1;             // warps that share a chunk
+  static constexpr int OWN = GROUPS / HALVES;                  // row groups of a warp
+  static constexpr bool FOLDED = OWN == 1;                     // 8 rows: see above
+  static constexpr int TALL = FOLDED ? 2 : OWN / 2;            // sums of 16 rows
+  static constexpr int DEEP = WARPS / HALVES;                  // warps that share K
+  static constexpr int BATCH = WARPS / GROUPS;                 // units reduced at once: a warp finishes one of 8 rows
+};
+
+constexpr int SUM_BYTES = WARPS * WARPS * 32 * 8;              // sums of every warp for a batch of outputs
+constexpr int SQUARE_FLOATS = 8 * 32;                          // sums of squares: warps that share K x rows
+
+// Rows of activations.
+struct Source {
+  const bf16* base;
+  int stride;
+  const int* index;  // of each row, or nullptr
+  int limit;         // of an index
+  int count;         // rows
+
+  // Rows past the last one repeat it.
+  DEVICE const bf16* row(int r) const {
+    r = smaller(r, count - 1);
+    const int at = index == nullptr ? r : smaller(larger(load_fixed_int(index + r), 0), limit - 1);
+    return base + (long long)at * stride;
+  }
+};
+
+// What becomes of a product.
+struct Sink {
+  Kind kind;
+  const bf16* bias;    // [8 * units] or nullptr
+  Source old;          // OUT, DOWN: the residual stream to add to
+  bf16* to;
+  float* logits;       // HEAD
+  int stride, columns;
+
+  // Outputs 8 unit + 2 c and the one after it.
+  DEVICE void put(int row, int unit, int c, float first, float second, u32 previous) const {
+    const int column = unit * 8 + 2 * c;
+    if (bias != nullptr) {
+      const u32 pair = load_fixed_word(bias + column);
+      first += low(pair);
+      second += high(pair);
+    }
+    if (kind == HEAD) {
+      float* at = logits + (long long)row * stride + column;
+      if (column < columns) at[0] = first;
+      if (column + 1 < columns) at[1] = second;
+    } else if (kind == GATE_UP) {
+      const float gate = rounded(first), up = rounded(second);
+      const float silu = rounded(divide(gate, 1.0f + exp2_fast(gate * -1.4426950408889634f)));
+      to[(long long)row * stride + unit * 4 + c] = static_cast<bf16>(pack(silu * up, 0.0f));
+    } else {
+      if (kind == OUT || kind == DOWN) {
+        first = low(previous) + rounded(first);
+        second = high(previous) + rounded(second);
+      }
+      *reinterpret_cast<u32*>(to + (long long)row * stride + column) = pack(first, second);
+    }
+  }
+};
+
+// Shared memory of the reduction, in two copies used in turn: one synchronisation per batch is enough.
+struct Reduction {
+  float2* sums;
+  float* squares;
+  u32 turn = 0;
+
+  DEVICE float2* sums_now() const { return sums + (turn & 1) * (SUM_BYTES / 8); }
+  DEVICE float* squares_now() const { return squares + (turn & 1) * SQUARE_FLOATS; }
+};
+
+struct Product {
+  Source source;
+  Sink sink;
+  const bf16* norm;  // weights of the norm before the product, or nullptr
+  float eps;
+  float inverse_width;  // 1 / K
+};
+
+template <int ROWS, int UNITS, bool NORM>
+struct Tile {
+  using P = Plan<ROWS>;
+  // Independent chains of sums, where there are too few units to hide a multiplication's latency.
+  static constexpr int CHAINS = UNITS <= 4 && P::OWN <= 2 ? 2 : 1;
+
+  // Blocks whose activations are in flight together: what registers leave room for, and not more than a chunk has.
+  static constexpr int SUMS = CHAINS * UNITS * P::TALL * 4, ROOM = SUMS <= 64 ? 64 : SUMS <= 96 ? 40 : 24;
+  static constexpr int WISH = ROOM / (4 * P::OWN + (NORM ? 4 : 0)), MOST = STAGE_BYTES / (BLOCK_BYTES * UNITS);
+  static constexpr int DEPTH = WISH < 1 ? 1 : WISH < MOST ? WISH : MOST;
+
+  const Product& product;
+  Ring& ring;
+  u32 first_chunk;
+  int blocks, step, deep;
+  const bf16* rows[P::OWN];
+  float sums[CHAINS][UNITS][P::TALL][4];
+  float squares[P::OWN];
+
+  DEVICE Tile(const Product& product, Ring& ring, u32 first_chunk, int blocks)
+      : product(product), ring(ring), first_chunk(first_chunk), blocks(blocks) {
+    step = chunk_blocks(UNITS, blocks);
+    deep = warp() / P::HALVES;
+    const int group = warp() % P::HALVES * P::OWN;
+#pragma unroll
+    for (int own = 0; own < P::OWN; ++own) {
+      rows[own] = product.source.row((group + own) * 8 + lane() / 4) + lane() % 4 * 8;
+      squares[own] = 0.0f;
+    }
+#pragma unroll
+    for (int chain = 0; chain < CHAINS; ++chain)
+#pragma unroll
+      for (int unit = 0; unit < UNITS; ++unit)
+#pragma unroll
+        for (int tall = 0; tall < P::TALL; ++tall)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sums[chain][unit][tall][i] = 0.0f;
+  }
+
+  DEVICE void normalise(uint4& x, const uint4& weight, float& square) const {
+    u32* pairs = &x.x;
+    const u32* scales = &weight.x;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      square += low(pairs[i]) * low(pairs[i]);
+      square += high(pairs[i]) * high(pairs[i]);
+      pairs[i] = multiply(pairs[i], scales[i]);
+    }
+  }
+
+  // Blocks `begin` ... `end` of a chunk, at most DEPTH; `data` is this lane's part of the first one.
+  DEVICE void add_blocks(int begin, int end, u32 chunk, const unsigned char* data, bool landed) {
+    uint4 x[DEPTH][P::OWN], weight[DEPTH];
+#pragma unroll
+    for (int i = 0; i < DEPTH; ++i) {
+      if (begin + i >= end) continue;
+#pragma unroll
+      for (int own = 0; own < P::OWN; ++own) x[i][own] = load_l2(rows[own] + (begin + i) * 32);
+      if (NORM) weight[i] = load_fixed(product.norm + (begin + i) * 32 + lane() % 4 * 8);
+    }
+    if (!landed) ring.wait(chunk);
+#pragma unroll
+    for (int i = 0; i < DEPTH; ++i) {
+      if (begin + i >= end) continue;
+      if (NORM) {
+#pragma unroll
+        for (int own = 0; own < P::OWN; ++own) normalise(x[i][own], weight[i], squares[own]);
+      }
+#pragma unroll
+      for (int unit = 0; unit < UNITS; ++unit) {
+        const uint4 w = *reinterpret_cast<const uint4*>(data + (i * UNITS + unit) * BLOCK_BYTES);
+#pragma unroll
+        for (int tall = 0; tall < P::TALL; ++tall) {
+          if constexpr (P::FOLDED) {
+            const uint4& both = x[i][0];
+            mma(sums[i % CHAINS][unit][tall], both.x, both.y, both.z, both.w, tall ? w.z : w.x, tall ? w.w : w.y);
+          } else {
+            const uint4 &upper = x[i][2 * tall], &lower = x[i][2 * tall + 1];
+            mma(sums[2 * i % CHAINS][unit][tall], upper.x, lower.x, upper.z, lower.z, w.x, w.y);
+            mma(sums[(2 * i + 1) % CHAINS][unit][tall], upper.y, lower.y, upper.w, lower.w, w.z, w.w);
+          }
+        }
+      }
+    }
+  }
+
+  DEVICE void multiply_all() {
+    for (int index = deep; index * step < blocks; index += P::DEEP) {
+      const int begin = index * step, end = smaller(begin + step, blocks);
+      const u32 chunk = first_chunk + index;
+      const unsigned char* data = ring.stage(chunk) + lane() * 16;
+      for (int block = begin; block < end; block += DEPTH)
+        add_blocks(block, end, chunk, data + (block - begin) * UNITS * BLOCK_BYTES, block > begin);
+      ring.release(chunk);
+    }
+#pragma unroll
+    for (int chain = 1; chain < CHAINS; ++chain)
+#pragma unroll
+      for (int unit = 0; unit < UNITS; ++unit)
+#pragma unroll
+        for (int tall = 0; tall < P::TALL; ++tall)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sums[0][unit][tall][i] += sums[chain][unit][tall][i];
+    if constexpr (P::FOLDED) {
+#pragma unroll
+      for (int unit = 0; unit < UNITS; ++unit)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) sums[0][unit][0][i] += sums[0][unit][1][2 + i];
+    }
+  }
+
+  // Lay the sums of units `batch` ... out for the warps that finish them: [deep][unit][row group][lane].
+  DEVICE void lay_out(float2* to, int batch) const {
+    const int group = warp() % P::HALVES * P::OWN;
+#pragma unroll
+    for (int unit = 0; unit < UNITS; ++unit) {
+      if (unit < batch || unit >= batch + P::BATCH) continue;
+#pragma unroll
+      for (int own = 0; own < P::OWN; ++own) {
+        const float* pair = &sums[0][unit][own / 2][own % 2 * 2];
+        to[((deep * P::BATCH + unit - batch) * P::GROUPS + group + own) * 32 + lane()] = make_float2(pair[0], pair[1]);
+      }
+    }
+  }
+
+  DEVICE void lay_out_squares(float* to) {
+    const int group = warp() % P::HALVES * P::OWN;
+#pragma unroll
+    for (int own = 0; own < P::OWN; ++own) {
+      float square = squares[own];
+      square += shuffle_xor(square, 1);
+      square += shuffle_xor(square, 2);
+      if (lane() % 4 == 0) to[deep * ROWS + (group + own) * 8 + lane() / 4] = square;
+    }
+  }
+
+  // Every warp finishes one unit of a batch for 8 rows.
+  DEVICE void run(int first_unit, Reduction& reduction) {
+    const int row = warp() % P::GROUPS * 8 + lane() / 4, mine = warp() / P::GROUPS, c = lane() % 4;
+    // Only products without a norm before them add to the residual stream.
+    const bf16* old = NORM ? nullptr : product.sink.old.row(row);
+    u32 previous = 0;
+    if (!NORM && mine < UNITS) previous = load_l2_word(old + (first_unit + mine) * 8 + 2 * c);
+    multiply_all();
+    float scale = 1.0f;
+    if (NORM) lay_out_squares(reduction.squares_now());
+#pragma unroll
+    for (int batch = 0; batch < UNITS; batch += P::BATCH) {
+      float2* laid = reduction.sums_now();
+      lay_out(laid, batch);
+      sync_consumers();
+      if (NORM && batch == 0) {
+        float square = 0.0f;
+#pragma unroll
+        for (int other = 0; other < P::DEEP; ++other) square += reduction.squares_now()[other * ROWS + row];
+        scale = reciprocal_root(square * product.inverse_width + product.eps);
+      }
+      const int unit = batch + mine;
+      if (unit < UNITS && row < product.source.count) {
+        float first = 0.0f, second = 0.0f;
+#pragma unroll
+        for (int other = 0; other < P::DEEP; ++other) {
+          const float2 sum = laid[(other * WARPS + warp()) * 32 + lane()];
+          first += sum.x;
+          second += sum.y;
+        }
+        if (!NORM && batch > 0) previous = load_l2_word(old + (first_unit + unit) * 8 + 2 * c);
+        product.sink.put(row, first_unit + unit, c, first * scale, second * scale, previous);
+      }
+      ++reduction.turn;
+    }
+  }
+};
+
+// Which tile sizes the model and grid have, one bit each from 1 unit on: each costs seconds of compilation.
+#ifndef MEGA_NORM_UNITS
+#define MEGA_NORM_UNITS 0xffff
+#endif
+#ifndef MEGA_PLAIN_UNITS
+#define MEGA_PLAIN_UNITS 0xffff
+#endif
+
+template <int ROWS, bool NORM, int UNITS = 1>
+DEVICE void run_tile(const Product& product, Ring& ring, u32 chunk, int blocks, int units, int first, Reduction& reduction) {
+  if constexpr (((NORM ? MEGA_NORM_UNITS : MEGA_PLAIN_UNITS) >> (UNITS - 1) & 1) != 0) {
+    if (units == UNITS) Tile<ROWS, UNITS, NORM>(product, ring, chunk, blocks).run(first, reduction);
+  }
+  if constexpr (UNITS < MAX_UNITS) run_tile<ROWS, NORM, UNITS + 1>(product, ring, chunk, blocks, units, first, reduction);
+}
+
+// This SM's share of a product. `chunk` counts the stream's chunks.
+template <int ROWS, bool NORM>
+DEVICE void multiply_share(const Product& product, const Matrix& matrix, Ring& ring, u32& chunk, Reduction& reduction) {
+  const Share share(matrix, cta(), ctas());
+  int first = share.first;
+  for (int tile = 0; tile < share.tiles; ++tile) {
+    const int units = share.tile_units(tile);
+    run_tile<ROWS, NORM>(product, ring, chunk, matrix.blocks, units, first, reduction);
+    first += units;
+    chunk += ceil_div(matrix.blocks, chunk_blocks(units, matrix.blocks));
+  }
+}

@@ -1,0 +1,221 @@
+"""A whole forward pass in one kernel launch: the fast path of small steps on Hopper. The kernel itself is in mega/."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from models.batch import StepOutput
+from models.config import ModelConfig, ModelError
+from models.cuda.mega_params import Params
+from models.cuda.nvcc import load_library
+from models.cuda.packed_weights import KINDS, PackedWeights, shape_problem
+from models.rows import Rows
+
+MAX_ROWS = 64
+ROW_COUNTS = (8, 16, 32, 64)
+"""Rows for which the kernel is compiled; a step takes the smallest that holds it."""
+_QUERY_BLOCK = 128
+_SOURCES = Path(__file__).parent / "mega"
+
+
+class Launcher(Protocol):
+    """Starts the compiled kernel."""
+
+    def launch(self, params: Params, rows: int, grid: int) -> None:
+        """Enqueue it on the current stream, in the variant for up to `rows` rows. Raises ModelError."""
+        ...
+
+
+def unsupported(config: ModelConfig, dtype: torch.dtype, capability: tuple[int, int], rows: int = MAX_ROWS) -> str:
+    """Why the megakernel cannot run a model; empty if it can.
+
+    Args:
+        config: the model's shape.
+        dtype: of weights, activations, K and V.
+        capability: compute capability of the device.
+        rows: most token rows of a step.
+    """
+    if capability != (9, 0):
+        return f"the megakernel is for Hopper (compute capability 9.0), not {capability[0]}.{capability[1]}"
+    if dtype != torch.bfloat16:
+        return f"the megakernel computes in bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if rows > MAX_ROWS:
+        return f"the megakernel takes up to {MAX_ROWS} rows, not {rows}"
+    if config.head_dim not in (64, 128):
+        return f"head_dim {config.head_dim} is neither 64 nor 128"
+    if config.num_heads // config.num_kv_heads > _QUERY_BLOCK:
+        return f"more than {_QUERY_BLOCK} query heads share a KV head"
+    return shape_problem(config)
+
+
+class Megakernel:
+    """Runs steps of up to 64 rows. One launch at a time: scratch is shared between them.
+
+    Args:
+        weights: packed for `weights.grid` SMs, all of which must be free to run the kernel at the same time.
+        k_cache: [layers, pages, kv_heads, page_size, head_dim] bfloat16, contiguous.
+        v_cache: the same for V.
+        rotations: [context_length, 2, head_dim / 2] float32 cos and sin.
+        launcher: how the kernel is started; None compiles it for the GPU.
+
+    Raises:
+        ModelError: the kernel cannot be compiled, or there are too many pages.
+    """
+
+    def __init__(
+        self,
+        weights: PackedWeights,
+        *,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        rotations: torch.Tensor,
+        launcher: Launcher | None = None,
+    ) -> None:
+        self.weights = weights
+        self.config = config = weights.config
+        self.vocab_size = weights.vocab_size
+        # Kept alive: the kernel knows addresses only.
+        self._tensors = [k_cache, v_cache, rotations]
+        if k_cache[0].numel() // config.head_dim >= 2**31:
+            raise ModelError(
+                f"the megakernel addresses fewer than 2^31 tokens times KV heads, not {k_cache.shape[1:4]}"
+            )
+        group = config.num_heads // config.num_kv_heads
+        self._split_tasks = 4 * weights.grid
+        scratch = self._scratch
+        self._params = Params(
+            layer_bytes=weights.layer_elements * 2,
+            stream=weights.stream.data_ptr(),
+            embedding=weights.embedding.data_ptr(),
+            vectors=weights.vectors.data_ptr(),
+            vector_stride=weights.vector_stride,
+            final_norm=weights.final_norm.data_ptr(),
+            rotations=rotations.data_ptr(),
+            k_cache=k_cache.data_ptr(),
+            v_cache=v_cache.data_ptr(),
+            cache_layer=k_cache.stride(0),
+            x=scratch(MAX_ROWS * config.hidden_size, torch.bfloat16),
+            qkv=scratch(MAX_ROWS * (config.q_size + 2 * config.kv_size), torch.bfloat16),
+            attended=scratch(MAX_ROWS * config.q_size, torch.bfloat16),
+            act=scratch(MAX_ROWS * config.intermediate_size, torch.bfloat16),
+            partial=scratch(self._split_tasks * _QUERY_BLOCK * config.head_dim, torch.float32),
+            partial_sums=scratch(self._split_tasks * _QUERY_BLOCK * 2, torch.float32),
+            # A run's further blocks of query rows count on from its first row.
+            tickets=scratch((MAX_ROWS + MAX_ROWS * group // _QUERY_BLOCK + 1) * config.num_kv_heads, torch.int32),
+            arrivals=scratch(1, torch.int32),
+            layers=config.num_layers,
+            hidden=config.hidden_size,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            intermediate=config.intermediate_size,
+            vocabulary=self.vocab_size,
+            embeddings=len(weights.embedding),
+            logit_stride=self.vocab_size,
+            page_size=k_cache.shape[3],
+            split_tasks=self._split_tasks,
+            eps=config.rms_norm_eps,
+            inverse_hidden=1.0 / config.hidden_size,
+        )
+        self._describe()
+        self._launcher: Launcher = launcher or GpuLauncher(weights)
+
+    def takes(self, rows: Rows) -> bool:
+        """Whether it can run this step; depends on the shapes alone."""
+        return 0 < len(rows) <= MAX_ROWS and len(rows.logit_rows) <= MAX_ROWS
+
+    def forward(self, rows: Rows) -> StepOutput:
+        """As `RowDecoder.forward`, for steps that it `takes`; can be captured."""
+        count, wanted, params = len(rows), len(rows.logit_rows), self._params
+        logits = torch.empty((wanted, self.vocab_size), device=self.weights.device)
+        hidden = self.weights.stream.new_empty((wanted, self.config.hidden_size))
+        params.tokens = rows.tokens.data_ptr()
+        params.positions = rows.positions.data_ptr()
+        params.slots = rows.slots.data_ptr()
+        params.counts = rows.counts.data_ptr()
+        params.page_table = rows.page_table.data_ptr()
+        params.page_stride = rows.page_table.stride(0)
+        params.logit_rows = rows.logit_rows.data_ptr()
+        params.logits = logits.data_ptr()
+        params.hidden_out = hidden.data_ptr()
+        params.rows = count
+        params.logit_count = wanted
+        variant = next(size for size in ROW_COUNTS if size >= max(count, wanted))
+        self._launcher.launch(params, variant, self.weights.grid)
+        return StepOutput(logits=logits, hidden=hidden)
+
+    def _scratch(self, elements: int, dtype: torch.dtype) -> int:
+        """Address of zeros."""
+        tensor = torch.zeros(elements, dtype=dtype, device=self.weights.device)
+        self._tensors.append(tensor)
+        return tensor.data_ptr()
+
+    def _describe(self) -> None:
+        """Where matrices and vectors lie."""
+        weights, params = self.weights, self._params
+        rotation = 0
+        for index, layout in enumerate((*(weights.layouts[kind] for kind in KINDS), weights.head_layout)):
+            matrix = params.matrices[index]
+            matrix.units = layout.units
+            matrix.blocks = layout.blocks
+            # The SMs with a unit more than others take turns.
+            matrix.rotation = rotation
+            rotation = (rotation + layout.extra) % weights.grid
+            matrix.offset = 2 * (
+                weights.offset(KINDS[index]) if index < len(KINDS) else self.config.num_layers * weights.layer_elements
+            )
+
+        def offset(name: str) -> int:
+            return weights.vector_offsets.get(name, (-1, 0))[0]
+
+        params.input_norm, params.mlp_norm = offset("input_norm"), offset("mlp_norm")
+        params.q_norm, params.k_norm = offset("q_norm"), offset("k_norm")
+        for index, kind in enumerate(KINDS):
+            params.bias[index] = offset(f"{kind}_bias")
+
+
+class GpuLauncher:
+    """The kernel compiled for a model's shape; compiling takes about a minute, once per shape.
+
+    Raises:
+        ModelError: it cannot be compiled or loaded.
+    """
+
+    def __init__(
+        self, weights: PackedWeights, flags: tuple[str, ...] = (), row_counts: tuple[int, ...] = ROW_COUNTS
+    ) -> None:
+        self._device = weights.device
+        shape = (*variant_flags(weights), *flags)
+        units = [(f"-DMEGA_ROWS={rows}", *shape) for rows in row_counts]
+        self._library = load_library(_SOURCES, units, "megakernel.cu")
+        self._functions = {rows: self._function(f"mega_launch_{rows}") for rows in row_counts}
+
+    def launch(self, params: Params, rows: int, grid: int) -> None:
+        """See `Launcher`."""
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        with torch.cuda.device(self._device):
+            error = self._functions[rows](ctypes.byref(params), grid, ctypes.c_void_p(stream))
+        if error:
+            raise ModelError(f"the megakernel did not start on {grid} SMs: {error.decode()}")
+
+    def _function(self, name: str) -> ctypes._NamedFuncPointer:
+        function = self._library[name]
+        function.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+        function.restype = ctypes.c_char_p
+        return function
+
+
+def variant_flags(weights: PackedWeights) -> tuple[str, ...]:
+    """What the kernel is compiled for: the sizes of its tiles and heads."""
+    layouts = weights.layouts
+    norm = layouts["qkv"].tile_mask() | layouts["gate_up"].tile_mask() | weights.head_layout.tile_mask()
+    plain = layouts["o"].tile_mask() | layouts["down"].tile_mask()
+    return (
+        f"-DMEGA_NORM_UNITS={norm:#x}",
+        f"-DMEGA_PLAIN_UNITS={plain:#x}",
+        f"-DMEGA_HEAD_DIM={weights.config.head_dim}",
+    )

@@ -1,0 +1,1 @@
+"""One model over several devices, a process each: the first rank decides, the others follow (tensor parallelism)."""

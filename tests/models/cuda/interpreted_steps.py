@@ -1,0 +1,132 @@
+"""The kernels of a step on the CPU, through Triton's interpreter; run by test_step_kernels.py."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run test_step_kernels.py"
+
+from models import device_routes, device_runner
+from models.batch import Batch, StepOutput
+from models.cuda import step_kernels
+from models.cuda.inbox import entry_of
+from models.cuda.step_kernels import StepKernels
+from models.device_runner import DeviceRunner
+from models.kv_cache import KvCache
+from models.resident import DeviceRoute, StepRecord, StepRows
+from models.rows import RowDecoder, Runs
+from models.slots import SlotTable
+from tests.models.cuda.draws import KINDS, Bench, random_logits, random_setups, reference
+from tests.models.hash_rows import PAGE, HashRows
+from tests.models.schedules import ROUTES, Schedule
+
+# The interpreter computes lanes that a mask or a where drops afterwards.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+SLOTS = 6
+PAGES = 16
+
+
+@pytest.fixture(params=["usual", "small"])
+def vocab(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The vocabulary for chunks of the usual size, or for many small ones with a list that overflows."""
+    if request.param == "usual":
+        return 5000
+    monkeypatch.setattr(step_kernels, "_CHUNK", 32)
+    monkeypatch.setattr(step_kernels, "_LIST", 40)
+    monkeypatch.setattr(step_kernels, "_TILE", 16)
+    return 150
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_draws_are_the_reference_samplers(kind: str, vocab: int) -> None:
+    count = 3
+    bench = Bench.of(vocab, count, "cpu", on_device=False)
+    chance = np.random.default_rng(3)
+    for seed in range(2):
+        logits = random_logits(kind, count, vocab, seed)
+        setups = random_setups(count, vocab, chance)
+        index = chance.integers(0, 9, size=count)
+        record = bench.draw(logits, setups, index)
+        assert record.alive.all()
+        assert record.tokens.tolist() == reference(logits, setups, index).tolist(), setups
+        assert not bench.kernels.counters.any()
+
+
+class InterpretedSteps:
+    """`Steps` that run the kernels one by one, each second step from an entry of its own."""
+
+    graph_bytes = 0
+
+    def __init__(self, decoder: RowDecoder, slots: SlotTable, buckets: Sequence[int]) -> None:
+        self.decoder = decoder
+        self.slots = slots
+        self.kernels = StepKernels(
+            slots, decoder.vocab_size, rows=buckets[-1], wanted=buckets[-1], entries=5, on_device=False
+        )
+        self.routes: Sequence[DeviceRoute] = ()
+        self.turn = 0
+        self.open: deque[tuple[int, int]] = deque()
+
+    def capture(self) -> None: ...
+
+    def set_routes(self, routes: Sequence[DeviceRoute]) -> tuple[bool, ...]:
+        self.routes = routes
+        self.kernels.set_routes(len(routes))
+        return (True,) * len(routes)
+
+    def quick(self, rows: StepRows, routes: tuple[int, ...]) -> bool:
+        return False
+
+    def launch(self, number: int, rows: StepRows, runs: Runs, routes: tuple[int, ...]) -> None:
+        kernels, count = self.kernels, len(rows.logit_rows)
+        if number % 2:
+            device_rows = kernels.fresh_rows(len(rows), count)
+            kernels.take_in(device_rows, torch.from_numpy(entry_of(rows, runs, self.slots.take(), count)))
+        else:
+            # Padded, as a bucket is.
+            device_rows = kernels.rows(len(rows) + 3, count + 1)
+            kernels.inbox.write(self.turn, rows, runs, self.slots.take(), count)
+            kernels.take_in(device_rows)
+        output = self.decoder.forward(device_rows, runs)
+        wanted = len(device_rows.logit_rows)
+        if wanted:
+            kernels.draw(device_rows, output.logits, ends=not routes)
+        for route in routes:
+            inputs = kernels.route_inputs(route, wanted)
+            kernels.answers[route, :wanted] = device_routes.ask(self.routes[route], output, inputs)
+        if routes or not wanted:
+            kernels.end(device_rows)
+        self.open.append((number, count))
+        self.turn += 1
+
+    def poll(self) -> StepRecord | None:
+        number, count = self.open[0]
+        record = self.kernels.records.read(self.turn - len(self.open), number, count)
+        if record is not None:
+            self.open.popleft()
+        return record
+
+    def step(self, batch: Batch, runs: Runs) -> StepOutput:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_schedules_decide_as_a_plain_loop(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_runner, "_steps", InterpretedSteps)
+    monkeypatch.setattr(step_kernels, "_CHUNK", 32)
+    decoder = HashRows(num_pages=60, max_pages=PAGES)
+    runner = DeviceRunner(decoder, max_slots=SLOTS, max_pages=PAGES, buckets=(32,))
+    runner.set_routes(ROUTES)
+    kv = KvCache(60, PAGE, SLOTS, PAGES * PAGE, prefix_cache=False)
+    played = Schedule(runner, decoder.output_of, kv, random.Random(seed))
+    played.run(60)
+    assert played.dead
+    assert played.checked > 60

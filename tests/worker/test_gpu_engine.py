@@ -1,0 +1,236 @@
+"""Measuring a model and giving it a KV pool, with a GPU's memory counted by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from models.batch import ModelRunner
+from models.config import ModelConfig, ModelError
+from models.device_runner import DeviceRunner
+from models.torch_rows import TorchRows
+from models.torch_runner import TorchRunner
+from tests.models.tiny import tiny_qwen3
+from trouterd.config import Model
+from trouterd.memory import Footprint, Memory
+from trouterd.worker.gpu_engine import DecoderWeights, GpuEngine, TorchWeights
+from trouterd.worker.largest_step import LargestStep, largest_steps
+
+torch.set_num_threads(1)
+PAGE = 4
+
+
+class Device:
+    """Counts bytes as an allocator would: what is held, and the most that was."""
+
+    def __init__(self, total: int = 10_000) -> None:
+        self.total = total
+        self.parts: dict[str, int] = {}
+        self.highest = 0
+
+    def hold(self, part: str, size: int) -> None:
+        self.parts[part] = size
+        if sum(self.parts.values()) > self.total:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a lot.")
+        self.highest = max(self.highest, sum(self.parts.values()))
+
+    def held(self) -> int:
+        return sum(self.parts.values())
+
+    def start_peak(self) -> None:
+        self.highest = self.held()
+
+    def peak(self) -> int:
+        return self.highest
+
+    def free_and_total(self) -> tuple[int, int]:
+        return self.total - self.held(), self.total
+
+    def every_device(self) -> list[tuple[int, int]]:
+        return [self.free_and_total()]
+
+
+class Accounted:
+    """`Weights` of 400 bytes with graphs of 80 and steps of 3 bytes a row, over no model at all."""
+
+    page_bytes = 10
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.steps: list[LargestStep] = []
+        self.order: list[str] = []
+        device.hold("weights", 400)
+
+    def runner(self, num_pages: int, max_slots: int, max_pages: int) -> ModelRunner:
+        self.order.append(f"pool of {num_pages}")
+        self.device.hold("kv", num_pages * self.page_bytes)
+        return None  # type: ignore[return-value]
+
+    def capture(self, runner: ModelRunner) -> None:
+        self.order.append("capture")
+        self.device.hold("graphs", 80)
+
+    def exercise(self, runner: ModelRunner, step: LargestStep) -> None:
+        self.order.append("step")
+        self.steps.append(step)
+        self.device.hold("step", 3 * (step.singles + step.run))
+        self.device.hold("step", 0)
+
+    def release(self) -> None:
+        self.device.hold("kv", 0)
+        self.device.hold("graphs", 0)
+
+
+def model(**keys: object) -> Model:
+    return Model(path="m", device="cuda:1", page_size=PAGE, max_batch_tokens=32, max_requests=5, **keys)  # type: ignore[arg-type]
+
+
+def engine(device: Device, context: int = 100, **keys: object) -> tuple[GpuEngine, Accounted]:
+    weights = Accounted(device)
+    return GpuEngine("m", model(**keys), weights, context, device), weights
+
+
+def test_all_that_a_model_takes_is_measured_and_given_back() -> None:
+    device = Device()
+    one, weights = engine(device)
+    claim = one.measure(lambda runner: weights.order.append("prepare"))
+    assert claim.footprint == Footprint(weights=400, graphs=80, workspace=96, kv_bytes_per_token=3)
+    assert (claim.page_size, claim.context, claim.most, claim.fixed_tokens) == (PAGE, 100, 500, 0)
+    assert weights.order == ["pool of 25", "prepare", "capture", "step", "step"], "graphs take the routes in"
+    assert device.held() == 400
+    assert one.memory() == {1: Memory(total=10_000, free=9_600)}
+
+
+def test_number_of_its_own_is_claimed() -> None:
+    one, _ = engine(Device(), kv_tokens=200)
+    assert one.measure(lambda runner: None).fixed_tokens == 200
+
+
+def test_opened_with_whole_pages() -> None:
+    device = Device()
+    one, weights = engine(device)
+    runner, kv = one.open(203)
+    assert kv.capacity_tokens == 200
+    assert kv.page_table.shape == (5, 25)
+    assert "graphs" not in device.parts, "captured when the runner knows its routes"
+    one.capture(runner)
+    assert device.parts["graphs"] == 80
+
+
+@pytest.mark.parametrize(
+    ("total", "act", "words"),
+    [
+        (
+            500,
+            lambda one: one.measure(lambda runner: None),
+            "models.m.context_length: no memory for one context of 100",
+        ),
+        (
+            500,
+            lambda one: one.open(400),
+            "gpu.memory_fraction: no memory for a KV pool of 400 tokens beside the weights",
+        ),
+        (450, lambda one: one.capture(None), "gpu.memory_fraction: no memory for CUDA graphs"),
+    ],
+)
+def test_lack_of_memory_is_one_line(total: int, act: Callable[[GpuEngine], object], words: str) -> None:
+    one, _ = engine(Device(total))
+    with pytest.raises(ModelError, match=words) as caught:
+        act(one)
+    assert "\n" not in str(caught.value)
+
+
+def test_largest_steps_are_as_large_as_they_can_get() -> None:
+    prompt, many = largest_steps(model(), 100)
+    assert (prompt.singles, prompt.run) == (0, 32)
+    assert (many.singles, many.run) == (4, 28)
+    short, *_ = largest_steps(model(), 20)
+    assert (short.singles, short.run) == (0, 20)
+    (only,) = largest_steps(Model(path="m", max_requests=1), 4096)
+    assert (only.singles, only.run) == (0, 512)
+
+
+def test_step_ends_a_full_context() -> None:
+    batch = LargestStep(singles=2, run=3, context=10, page_size=PAGE).batch()
+    assert batch.slots.tolist() == [0, 1, 2, 2, 2]
+    assert batch.positions.tolist() == [0, 0, 7, 8, 9]
+    assert batch.logit_rows.tolist() == [0, 1, 4]
+    assert batch.page_table.tolist() == [[0, 0, 0], [0, 0, 0], [0, 1, 2]]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_qwen3(tmp_path_factory.mktemp("tiny"))
+
+
+def load(directory: Path) -> TorchRunner:
+    return TorchRunner.load(directory, num_pages=1, page_size=PAGE, context_length=64)
+
+
+def test_torch_runner_is_exercised_and_its_pool_replaced(directory: Path) -> None:
+    runner = load(directory)
+    page = ModelConfig.load(directory).kv_bytes_per_token(4) * PAGE
+    one = GpuEngine("m", model(), TorchWeights(runner, page), 64, Device())
+    claim = one.measure(lambda measured: None)
+    assert claim.footprint.kv_bytes_per_token * PAGE == page
+    assert runner.num_pages == 1
+    opened, kv = one.open(96)
+    assert opened is runner
+    assert runner.num_pages == kv.capacity_tokens // PAGE == 24
+    fresh = TorchRunner.load(directory, num_pages=24, page_size=PAGE, context_length=64)
+    batch = LargestStep(singles=3, run=20, context=64, page_size=PAGE).batch()
+    assert torch.equal(runner.step(batch).logits, fresh.step(batch).logits)
+
+
+class PooledRows(TorchRows):
+    """The reference as a decoder whose pool can be replaced."""
+
+    def __init__(self, runner: TorchRunner) -> None:
+        super().__init__(runner)
+        self.runner = runner
+        self.kv_bytes_per_page = runner.config.kv_bytes_per_token(4) * PAGE
+
+    def allocate_kv(self, num_pages: int) -> None:
+        self.runner.allocate_kv(max(num_pages, 1))
+        self.num_pages = num_pages
+
+
+def test_fast_steps_let_go_of_a_pool_before_the_next_one(directory: Path) -> None:
+    decoder = PooledRows(load(directory))
+    order: list[str] = []
+
+    class Fast:
+        def attach(self) -> None:
+            order.append(f"attach to {decoder.num_pages}")
+
+        def detach(self) -> None:
+            order.append("detach")
+
+    settings = model()
+    one = GpuEngine("m", settings, DecoderWeights(decoder, settings, Fast()), 64, Device())
+    one.measure(lambda measured: None)
+    one.open(96)
+    assert order == ["detach", "attach to 16", "detach", "detach", "attach to 24"]
+
+
+def test_device_runner_is_exercised_and_made_anew_for_its_pool(directory: Path) -> None:
+    decoder = PooledRows(load(directory))
+    settings = model(depth=3)
+    one = GpuEngine("m", settings, DecoderWeights(decoder, settings), 64, Device())
+    seen: list[ModelRunner] = []
+    one.measure(seen.append)
+    assert isinstance(seen[0], DeviceRunner)
+    assert seen[0].in_flight == 0
+    assert decoder.num_pages == 0
+    runner, kv = one.open(96)
+    assert isinstance(runner, DeviceRunner)
+    assert runner is not seen[0]
+    assert (runner.depth, runner.num_pages, kv.capacity_tokens) == (3, 24, 96)
+    one.capture(runner)
+    batch = LargestStep(singles=1, run=2, context=64, page_size=PAGE).batch()
+    batch.page_table = np.resize(batch.page_table, kv.page_table.shape)
+    assert runner.step(batch).logits.shape[0] == 2
