@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -114,7 +114,6 @@ class StepRecord:
     """How long the step took on the device (or since the one before it ended, if it was queued behind that)."""
 
 
-@runtime_checkable
 class Resident(ModelRunner, Protocol):
     """A model runner that keeps decode state on its device."""
 
@@ -153,3 +152,8 @@ class Resident(ModelRunner, Protocol):
     def in_flight(self) -> int:
         """Steps launched and not yet polled."""
         ...
+
+
+def is_resident(runner: ModelRunner) -> TypeGuard[Resident]:
+    """Whether the runner takes steps ahead of their results."""
+    return hasattr(runner, "launch")

@@ -12,7 +12,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from ipc.messages import NackReason, Warm
 from models.batch import ModelRunner
 from models.kv_cache import KvCache
-from models.resident import Resident
+from models.resident import is_resident
 from trouterd.config import Route
 from trouterd.worker.active import ActiveCounts
 from trouterd.worker.events import Event, Events
@@ -269,7 +269,7 @@ class Worker:
 
 
 def _stepper(runner: ModelRunner, routes: dict[str, WorkerRoute], kv: KvCache, thread: Executor) -> Stepper:
-    if not isinstance(runner, Resident):
+    if not is_resident(runner):
         return SynchronousStepper(runner, kv.page_table, thread)
     kv.on_pages = runner.set_pages
     return PipelinedStepper(runner, routes.values(), kv.page_table, thread)
