@@ -23,7 +23,7 @@ from ipc.messages import Active, Message, Submit, Warm
 from models.batch import ModelRunner
 from models.config import ModelError
 from models.parallel.ranks import Ranks
-from models.resident import Resident
+from models.resident import is_resident
 from models.script import ScriptError
 from trouterd.child import CallError, Control, Refused
 from trouterd.config import Config
@@ -287,7 +287,7 @@ async def _open(control: Control, loaded: Loaded, routes: Mapping[str, WorkerRou
         return loaded.engine
 
     def prepare(runner: ModelRunner) -> None:
-        if isinstance(runner, Resident):
+        if is_resident(runner):
             SlotSetups(runner, routes.values())  # gives it the routes, which its graphs take in
 
     claim = await asyncio.to_thread(loaded.engine.measure, prepare)
