@@ -22,7 +22,7 @@ from models.cuda import router_head
 from models.cuda.kernels.top_values import slots_of, top_values
 from tests.models.cuda.router import Sizes, router_file
 
-V, TOP = 5000, 100
+V, TOP = 4200, 100
 
 
 def logits(kind: str, rows: int, width: int) -> torch.Tensor:
@@ -46,7 +46,7 @@ def logits(kind: str, rows: int, width: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["normal", "equal", "crowded", "masked", "negative"])
-@pytest.mark.parametrize(("width", "count"), [(130, 100), (4096, 1), (5000, 100), (4097, 200)])
+@pytest.mark.parametrize(("width", "count"), [(130, 100), (4097, 200)])
 def test_top_values(kind: str, width: int, count: int) -> None:
     count = min(count, width)
     x = logits(kind, 3, width)
