@@ -30,7 +30,7 @@ class FastSteps:
         self.weights = _pack(decoder)
 
     def attach(self) -> None:
-        """Build the kernel over the decoder's present KV pool. Raises ModelError: it cannot be compiled."""
+        """Build the kernel over the decoder's KV pool. Raises ModelError: it cannot be compiled, or pages do not suit it."""
         decoder = self._decoder
         decoder.fast_path = Megakernel(
             self.weights,

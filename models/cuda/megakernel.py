@@ -18,7 +18,8 @@ from models.rows import Rows
 MAX_ROWS = 64
 ROW_COUNTS = (8, 16, 32, 64)
 """Rows for which the kernel is compiled; a step takes the smallest that holds it."""
-_QUERY_BLOCK = 128
+_QUERY_BLOCK = 64
+_KEY_TILE = 16
 _SOURCES = Path(__file__).parent / "mega"
 
 
@@ -63,7 +64,7 @@ class Megakernel:
         launcher: how the kernel is started; None compiles it for the GPU.
 
     Raises:
-        ModelError: the kernel cannot be compiled, or there are too many pages.
+        ModelError: the kernel cannot be compiled, or pages do not suit it.
     """
 
     def __init__(
@@ -84,6 +85,8 @@ class Megakernel:
             raise ModelError(
                 f"the megakernel addresses fewer than 2^31 tokens times KV heads, not {k_cache.shape[1:4]}"
             )
+        if k_cache.shape[3] % _KEY_TILE:
+            raise ModelError(f"page_size {k_cache.shape[3]}: the megakernel needs a multiple of {_KEY_TILE}")
         group = config.num_heads // config.num_kv_heads
         self._split_tasks = 4 * weights.grid
         scratch = self._scratch
@@ -106,7 +109,7 @@ class Megakernel:
             partial_sums=scratch(self._split_tasks * _QUERY_BLOCK * 2, torch.float32),
             # A run's further blocks of query rows count on from its first row.
             tickets=scratch((MAX_ROWS + MAX_ROWS * group // _QUERY_BLOCK + 1) * config.num_kv_heads, torch.int32),
-            arrivals=scratch(1, torch.int32),
+            arrivals=scratch(weights.grid, torch.int32),
             layers=config.num_layers,
             hidden=config.hidden_size,
             heads=config.num_heads,

@@ -1,7 +1,7 @@
 """Weights in the order in which the megakernel reads them.
 
 A matrix [N, K] is cut into units of 8 outputs and blocks of 32 inputs. Units are dealt to SMs in turn, so that every SM has
-one run of them; a run is cut into tiles of up to 16 units, and within a tile all units of one block of inputs lie side by
+one run of them; a run is cut into tiles of up to 15 units, and within a tile all units of one block of inputs lie side by
 side. A unit's block is 512 bytes: its 8 rows, each as 4 lanes times 8 inputs, whose pairs come in the order 0 2 1 3 (see
 mega/product.cuh). mega/stream.cuh walks the result with the same arithmetic.
 """
@@ -14,7 +14,7 @@ import torch
 
 UNIT = 8
 BLOCK = 32
-TILE_UNITS = 16
+TILE_UNITS = 15
 _ELEMENTS = UNIT * BLOCK
 _PAIRS = (0, 2, 1, 3)
 

@@ -31,10 +31,10 @@ def test_short_steps_are_watched_and_queued_at_once() -> None:
 def test_long_steps_are_slept_through_and_the_next_one_is_queued_towards_their_end() -> None:
     pace = learnt(0.017)
     assert 0.012 < pace.queue_from(8) < 0.015
-    assert pace.nap(8, 0.0) == pytest.approx(0.016)
-    assert pace.nap(8, 0.01) == pytest.approx(0.006)
-    # The last millisecond is watched: a timer of the loop could miss the end by as much.
-    assert pace.nap(8, 0.0155) == 0
+    assert pace.nap(8, 0.0) == pytest.approx(0.0155)
+    assert pace.nap(8, 0.01) == pytest.approx(0.0055)
+    # The last two milliseconds are watched: a timer of the loop could miss the end by as much.
+    assert pace.nap(8, 0.015) == 0
 
 
 def test_a_step_that_is_over_its_time_is_looked_at_less_and_less() -> None:

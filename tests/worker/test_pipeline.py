@@ -18,9 +18,12 @@ from models.script import ScriptRunner
 from tests.algorithms import reference
 from tests.harness import Cluster
 from tests.worker.lookup import LookupModel, LookupRunner
+from tests.worker.lookup_rows import device_runner
 from tests.worker.resident import FakeResident
 from tests.worker.test_oracle import MODELS, PROMPT
 from trouterd.config import Route
+from trouterd.worker.pipeline import PipelinedStepper
+from trouterd.worker.synchronous import SynchronousStepper
 from trouterd.worker.worker import DeviceLostError
 
 WANDER = str(Path(reference.__file__).with_name("wander.py"))
@@ -67,6 +70,14 @@ async def turns(count: int = 30) -> None:
 
 
 # What is launched
+
+
+def test_runners_that_keep_decode_state_are_told_from_the_others() -> None:
+    runner = LookupRunner(MODELS["small"])
+    kinds = [
+        type(alone(one).workers["small"].stepper) for one in (runner, FakeResident(runner), device_runner(runner, 2))
+    ]
+    assert kinds == [SynchronousStepper, PipelinedStepper, PipelinedStepper]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-SHORT = 2e-3
-"""Seconds. Shorter steps are waited for by looking again and again: the event loop's timers tick in milliseconds."""
-WAKE_EARLY = 1e-3
-"""Seconds before a step's expected end from which on it is watched."""
+TICK = 1e-3
+"""Seconds: what the event loop's timers count in. Shorter naps are none."""
+WAKE_EARLY = 1.5e-3
+"""Seconds before a step's expected end from which on it is watched: a nap may last a tick too long."""
+SHORT = WAKE_EARLY + TICK
+"""Seconds. The next step is queued at once behind a shorter one."""
 QUEUE_FROM = 0.85
 """Share of a long step after which the next one is queued: early enough to leave no gap, late enough that requests which arrive
 while it runs still join the next one."""
@@ -40,4 +42,4 @@ class Pace:
         """How long the loop may sleep while a step runs that began so long ago; 0 = it should watch."""
         left = self.expected(rows) - elapsed
         nap = left - WAKE_EARLY if left > 0 else PATIENCE * elapsed
-        return nap if nap >= SHORT - WAKE_EARLY else 0.0
+        return nap if nap >= TICK else 0.0

@@ -186,6 +186,9 @@ class Worker:
     async def _collect(self, again: float) -> None:
         """Commit the steps that have ended; wait for one, but not longer than until something arrives or `again` comes."""
         outcome = self._poll()
+        if outcome is None:
+            # What has just arrived may have news for others.
+            self._pass_on()
         while outcome is None and self.stepper.in_flight:
             now = time.monotonic()
             if self._inbox or self._closing or now >= again:

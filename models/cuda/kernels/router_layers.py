@@ -37,7 +37,7 @@ def _columns(inputs: tl.constexpr):
     return tl.arange(0, _SLICES)[:, None, None] * part + tl.arange(0, part)[None, :, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _combine(
     hidden: tl.tensor,
     tokens: tl.tensor,
@@ -86,7 +86,7 @@ def _combine(
         tl.store(out + row * width + output, (product + b).to(last.dtype), mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _norm_widen(
     x: tl.tensor,
     norm: tl.tensor,
@@ -125,7 +125,7 @@ def _norm_widen(
         tl.store(out + row * wide + output, y.to(w.dtype), mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _narrow_add(
     y: tl.tensor,
     weight: tl.tensor,

@@ -1,30 +1,25 @@
-// A barrier over all SMs. One SM adds 2^31 - (n - 1), the others 1: the top bit turns when the last one has arrived and the
-// rest is zero again, so that the word needs no reset between launches, and every SM knows by counting which way it turns.
+// A barrier over all SMs. Every SM counts its arrivals in a word of its own, which all others watch; the words keep their values
+// between launches, all the same one, so that they need no reset.
 #pragma once
 
 struct Grid {
-  u32* word;
-  u32 before;  // the top bit until the next barrier completes; only thread 0 knows
+  u32* words;  // [SMs]
+  u32 passed;  // the value that everyone has reached
 
-  DEVICE explicit Grid(u32* word) : word(word), before(0) {
-    // It cannot turn before this SM has arrived for the first time.
-    if (thread() == 0) before = load_acquire(word) & 0x80000000u;
-  }
+  DEVICE explicit Grid(u32* words) : words(words), passed(load_relaxed(words + cta())) {}
+
   // What the consumers of this SM have written is out.
   DEVICE void arrive() {
+    ++passed;
     sync_consumers();
-    if (thread() == 0) add_release(word, cta() == 0 ? 0x80000000u - (ctas() - 1) : 1u);
+    if (thread() == 0) store_release(words + cta(), passed);
   }
-  DEVICE void wait() {
-    if (thread() == 0) {
+  // Everything that others wrote before they arrived is read with load_l2, so that L1 need not be invalidated.
+  DEVICE void wait() const {
+    for (int other = thread(); other < ctas(); other += CONSUMERS) {
       Watchdog watchdog;
-      while (((load_acquire(word) ^ before) & 0x80000000u) == 0) watchdog.check();
-      before ^= 0x80000000u;
+      while (static_cast<int>(load_relaxed(words + other) - passed) < 0) watchdog.check();
     }
     sync_consumers();
-  }
-  DEVICE void sync() {
-    arrive();
-    wait();
   }
 };

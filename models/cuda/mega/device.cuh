@@ -35,6 +35,15 @@ DEVICE int shuffle(int value, int source) { return __shfl_sync(~0u, value, sourc
 DEVICE u32 vote(bool value) { return __ballot_sync(~0u, value); }
 DEVICE int popcount(u32 bits) { return __popc(bits); }
 
+// To the compiler it is another value from here on.
+template <class T>
+DEVICE void keep_apart(T& value) {
+  if constexpr (sizeof(T) == 8)
+    asm volatile("" : "+l"(value));
+  else
+    asm volatile("" : "+r"(value));
+}
+
 // ---- global memory ----
 
 // Data that other SMs write during the launch: L1 is not coherent with them, so read at L2.
@@ -73,17 +82,12 @@ DEVICE void prefetch_l2(const void* at, u32 bytes) {  // multiples of 16
 
 // ---- synchronisation across SMs ----
 
-DEVICE void add_release(u32* at, u32 value) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+DEVICE void store_release(u32* at, u32 value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
-DEVICE u32 load_acquire(const u32* at) {
+DEVICE u32 load_relaxed(const u32* at) {
   u32 v;
-#ifdef MEGA_RELAXED_POLL
-  // Everything that other SMs wrote is read with load_l2, so that L1 need not be invalidated.
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
-#else
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
-#endif
   return v;
 }
 DEVICE u32 take_ticket(u32* at) {
@@ -123,8 +127,9 @@ DEVICE void barrier_expect(u64* barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
+// Until phase `phase` (from 0 on; -1 is over from the beginning) is complete, if the one before it is.
 template <bool WATCHED>  // consumers do
-DEVICE void barrier_wait(u64* barrier, u32 parity) {
+DEVICE void barrier_wait(u64* barrier, int phase) {
   u32 done;
   Watchdog watchdog;
   do {
@@ -133,7 +138,7 @@ DEVICE void barrier_wait(u64* barrier, u32 parity) {
         "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
         "selp.u32 %0, 1, 0, p; }"
         : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
+        : "r"(shared_address(barrier)), "r"(phase & 1)
         : "memory");
     if (WATCHED && !done) watchdog.check();
   } while (!done);

@@ -16,6 +16,8 @@
 
 #include "barrier.cuh"
 
+#include "timeline.cuh"
+
 #include "product.cuh"
 
 #include "schedule.cuh"
@@ -30,9 +32,11 @@ struct Shared {
   alignas(128) unsigned char ring[STAGES * STAGE_BYTES];
   alignas(16) float2 sums[2 * SUM_BYTES / sizeof(float2)];
   float squares[2 * SQUARE_FLOATS];
-  float2 maxima[WARPS * 16];
+  float2 maxima[WARPS * 16], totals[WARPS * 16];
   u64 full[STAGES], empty[STAGES];
+  Share shares[KINDS];
   Schedule schedule;
+  Plan plan;
   u32 last;
 };
 static_assert(sizeof(Shared) <= 227 * 1024, "shared memory of a block on Hopper");
@@ -54,7 +58,7 @@ struct Forward {
         ring(ring),
         grid(p.arrivals),
         reduction{shared.sums, shared.squares},
-        merge{shared.sums, shared.maxima, &shared.last} {}
+        merge{reinterpret_cast<uint4*>(shared.sums), shared.maxima, shared.totals, &shared.last} {}
 
   DEVICE const bf16* vector(int layer, int offset) const {
     return offset < 0 ? nullptr : p.vectors + (long long)layer * p.vector_stride + offset;
@@ -117,27 +121,44 @@ struct Forward {
     }
   }
 
+  DEVICE void schedule_attention() {
+    if (warp() == WARPS - 1) {
+      make_schedule(p, shared.schedule);
+      if (cta() < shared.schedule.tasks) shared.plan.make(p, shared.schedule, cta());
+    }
+    sync_consumers();
+  }
+
   DEVICE void run() {
-    if (warp() == WARPS - 1) make_schedule(p, shared.schedule);
     sync_consumers();
     // One loop over all products, so that each kind of tile is in the code once: instruction caches are small.
+#pragma unroll 1
     for (int phase = 0;; ++phase) {
       const int layer = phase / HEAD;
       const Kind kind = layer < p.layers ? static_cast<Kind>(phase % HEAD) : HEAD;
       if (kind == HEAD && p.logit_count == 0) break;
-      if (kind == QKV && warp() == 0) Attention<MEGA_HEAD_DIM>(p, shared.schedule, layer).prefetch();
+      mark_phase(layer == p.layers / 2, kind);
+      mark(0);
       const Product product = describe(layer, kind);
+      const int blocks = p.matrices[kind].blocks;
       if (product.norm != nullptr)
-        multiply_share<ROWS, true>(product, p.matrices[kind], ring, chunk, reduction);
+        multiply_share<ROWS, true>(product, shared.shares[kind], blocks, ring, chunk, reduction, grid, phase > 0);
       else
-        multiply_share<ROWS, false>(product, p.matrices[kind], ring, chunk, reduction);
+        multiply_share<ROWS, false>(product, shared.shares[kind], blocks, ring, chunk, reduction, grid, phase > 0);
+      mark(3);
       if (kind == HEAD) break;
-      grid.sync();
+      grid.arrive();
+      mark(4);
       if (kind != QKV) continue;
 #ifndef MEGA_WITHOUT_ATTENTION
-      Attention<MEGA_HEAD_DIM>(p, shared.schedule, layer).run(merge);
+      if (layer == 0) schedule_attention();
+      mark_phase(layer == p.layers / 2, KINDS);
+      mark(0);
+      Attention<MEGA_HEAD_DIM>(p, shared.schedule, shared.plan, layer).run(merge, grid);
+      mark(3);
+      grid.arrive();
+      mark(4);
 #endif
-      grid.sync();
     }
     if (p.logit_count > 0) hidden_rows(logit_rows());
   }
@@ -147,12 +168,13 @@ template <int ROWS>
 DEVICE void forward(const Params& p, unsigned char* memory) {
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   Ring ring = {shared.full, shared.empty, shared.ring};
-  if (thread() == 0) ring.init(Plan<ROWS>::HALVES);
+  if (thread() == 0) ring.init(Cut<ROWS>::HALVES);
+  if (thread() >= 32 && thread() < 32 + KINDS) shared.shares[thread() - 32].make(p.matrices[thread() - 32]);
   sync_all();
   if (thread() >= CONSUMERS) {
     give_registers();
 #ifndef MEGA_WITHOUT_STREAM
-    if (thread() == CONSUMERS) Producer{ring}.run(p);
+    if (thread() == CONSUMERS) Producer{ring, shared.shares, 0}.run(p);
 #endif
   } else {
     take_registers();

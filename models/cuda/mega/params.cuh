@@ -45,10 +45,10 @@ struct Params {
   bf16* qkv;                       // [64, (heads + 2 kv_heads) head_dim]
   bf16* attended;                  // [64, heads head_dim]
   bf16* act;                       // [64, intermediate]
-  float* partial;                  // [split tasks, 128 query rows, head_dim] attention of a part of the keys
-  float* partial_sums;             // [split tasks, 128, 2] its maximum and sum
+  float* partial;                  // [split tasks, 64 query rows, head_dim] attention of a part of the keys
+  float* partial_sums;             // [split tasks, 64, 2] its maximum and sum
   unsigned* tickets;               // [64, kv_heads] zero between uses
-  unsigned* arrivals;              // the grid barrier's word
+  unsigned* arrivals;              // [SMs] the grid barrier's words
 
   // Results.
   float* logits;                   // [R, logit_stride]

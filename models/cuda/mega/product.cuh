@@ -11,7 +11,7 @@
 
 // What the kernel's variant for up to ROWS rows does.
 template <int ROWS>
-struct Plan {
+struct Cut {
   static constexpr int GROUPS = ROWS / 8;                      // of 8 rows
   static constexpr int HALVES = ROWS > 32 ? 2 : 1;             // warps that share a chunk
   static constexpr int OWN = GROUPS / HALVES;                  // row groups of a warp
@@ -95,33 +95,39 @@ struct Product {
 
 template <int ROWS, int UNITS, bool NORM>
 struct Tile {
-  using P = Plan<ROWS>;
+  using P = Cut<ROWS>;
   // Independent chains of sums, where there are too few units to hide a multiplication's latency.
   static constexpr int CHAINS = UNITS <= 4 && P::OWN <= 2 ? 2 : 1;
 
-  // Blocks whose activations are in flight together: what registers leave room for, and not more than a chunk has.
-  static constexpr int SUMS = CHAINS * UNITS * P::TALL * 4, ROOM = SUMS <= 64 ? 64 : SUMS <= 96 ? 40 : 24;
-  static constexpr int WISH = ROOM / (4 * P::OWN + (NORM ? 4 : 0)), MOST = STAGE_BYTES / (BLOCK_BYTES * UNITS);
+  // Blocks whose activations are in flight together: what registers leave room for, twice, and not more than a chunk has.
+  static constexpr int SUMS = CHAINS * UNITS * P::TALL * 4, ROOM = SUMS <= 64 ? 48 : 32;
+  static constexpr int WISH = ROOM / (8 * P::OWN + (NORM ? 8 : 0)), MOST = STAGE_BYTES / (BLOCK_BYTES * UNITS);
   static constexpr int DEPTH = WISH < 1 ? 1 : WISH < MOST ? WISH : MOST;
+
+  struct Piece {
+    uint4 x[DEPTH][P::OWN];
+    uint4 scales[NORM ? DEPTH : 1];
+  };
 
   const Product& product;
   Ring& ring;
+  const bf16* norm;
   u32 first_chunk;
   int blocks, step, deep;
   const bf16* rows[P::OWN];
   float sums[CHAINS][UNITS][P::TALL][4];
   float squares[P::OWN];
 
-  DEVICE Tile(const Product& product, Ring& ring, u32 first_chunk, int blocks)
-      : product(product), ring(ring), first_chunk(first_chunk), blocks(blocks) {
-    step = chunk_blocks(UNITS, blocks);
+  DEVICE Tile(const Product& product, Ring& ring, u32 first_chunk, int blocks, int step)
+      : product(product), ring(ring), norm(product.norm), first_chunk(first_chunk), blocks(blocks), step(step) {
     deep = warp() / P::HALVES;
-    const int group = warp() % P::HALVES * P::OWN;
+    // Or all sizes of tiles would share their addresses, and registers would be short for the whole time.
+    keep_apart(this->norm);
+    keep_apart(this->first_chunk);
+    keep_apart(this->step);
+    keep_apart(deep);
 #pragma unroll
-    for (int own = 0; own < P::OWN; ++own) {
-      rows[own] = product.source.row((group + own) * 8 + lane() / 4) + lane() % 4 * 8;
-      squares[own] = 0.0f;
-    }
+    for (int own = 0; own < P::OWN; ++own) squares[own] = 0.0f;
 #pragma unroll
     for (int chain = 0; chain < CHAINS; ++chain)
 #pragma unroll
@@ -143,23 +149,36 @@ struct Tile {
     }
   }
 
-  // Blocks `begin` ... `end` of a chunk, at most DEPTH; `data` is this lane's part of the first one.
-  DEVICE void add_blocks(int begin, int end, u32 chunk, const unsigned char* data, bool landed) {
-    uint4 x[DEPTH][P::OWN], weight[DEPTH];
+  // Blocks `begin` ... `end`, at most DEPTH; the rest is set all the same, or its registers would be taken all the time.
+  DEVICE void load_scales(Piece& to, int begin, int end) const {
 #pragma unroll
-    for (int i = 0; i < DEPTH; ++i) {
-      if (begin + i >= end) continue;
-#pragma unroll
-      for (int own = 0; own < P::OWN; ++own) x[i][own] = load_l2(rows[own] + (begin + i) * 32);
-      if (NORM) weight[i] = load_fixed(product.norm + (begin + i) * 32 + lane() % 4 * 8);
+    for (int i = 0; i < (NORM ? DEPTH : 0); ++i) {
+      if (begin + i < end)
+        to.scales[i] = load_fixed(norm + (begin + i) * 32 + lane() % 4 * 8);
+      else
+        to.scales[i] = make_uint4(0, 0, 0, 0);
     }
-    if (!landed) ring.wait(chunk);
+  }
+  DEVICE void load_rows(Piece& to, int begin, int end) const {
+#pragma unroll
+    for (int i = 0; i < DEPTH; ++i)
+#pragma unroll
+      for (int own = 0; own < P::OWN; ++own) {
+        if (begin + i < end)
+          to.x[i][own] = load_l2(rows[own] + (begin + i) * 32);
+        else
+          to.x[i][own] = make_uint4(0, 0, 0, 0);
+      }
+  }
+
+  // `data` is this lane's part of the first block's weights.
+  DEVICE void add(Piece& from, int count, const unsigned char* data) {
 #pragma unroll
     for (int i = 0; i < DEPTH; ++i) {
-      if (begin + i >= end) continue;
+      if (i >= count) break;
       if (NORM) {
 #pragma unroll
-        for (int own = 0; own < P::OWN; ++own) normalise(x[i][own], weight[i], squares[own]);
+        for (int own = 0; own < P::OWN; ++own) normalise(from.x[i][own], from.scales[i], squares[own]);
       }
 #pragma unroll
       for (int unit = 0; unit < UNITS; ++unit) {
@@ -167,10 +186,10 @@ struct Tile {
 #pragma unroll
         for (int tall = 0; tall < P::TALL; ++tall) {
           if constexpr (P::FOLDED) {
-            const uint4& both = x[i][0];
+            const uint4& both = from.x[i][0];
             mma(sums[i % CHAINS][unit][tall], both.x, both.y, both.z, both.w, tall ? w.z : w.x, tall ? w.w : w.y);
           } else {
-            const uint4 &upper = x[i][2 * tall], &lower = x[i][2 * tall + 1];
+            const uint4 &upper = from.x[i][2 * tall], &lower = from.x[i][2 * tall + 1];
             mma(sums[2 * i % CHAINS][unit][tall], upper.x, lower.x, upper.z, lower.z, w.x, w.y);
             mma(sums[(2 * i + 1) % CHAINS][unit][tall], upper.y, lower.y, upper.w, lower.w, w.z, w.w);
           }
@@ -179,14 +198,45 @@ struct Tile {
     }
   }
 
-  DEVICE void multiply_all() {
-    for (int index = deep; index * step < blocks; index += P::DEEP) {
-      const int begin = index * step, end = smaller(begin + step, blocks);
+  // This warp's chunks: those whose number in the stream leaves its own when divided by that of the warps that share K.
+  DEVICE void multiply_all(const Grid& grid, bool waits) {
+    int index = (deep - first_chunk) % P::DEEP;
+    int at = index * step, end = smaller(at + step, blocks);
+    Piece next;
+    load_scales(next, at, end);
+    if (waits) grid.wait();
+    mark(1);
+    int row = warp() % P::HALVES * P::OWN * 8 + lane() / 4;
+    keep_apart(row);
+#pragma unroll
+    for (int own = 0; own < P::OWN; ++own)
+      rows[own] = product.source.row(row + own * 8) + lane() % 4 * 8;
+    load_rows(next, at, end);
+    const unsigned char* data = nullptr;
+#pragma unroll 1
+    while (at < end) {
+      Piece now = next;
       const u32 chunk = first_chunk + index;
-      const unsigned char* data = ring.stage(chunk) + lane() * 16;
-      for (int block = begin; block < end; block += DEPTH)
-        add_blocks(block, end, chunk, data + (block - begin) * UNITS * BLOCK_BYTES, block > begin);
-      ring.release(chunk);
+      const int count = end - at;
+      const bool last = count <= DEPTH;
+      at += DEPTH;
+      if (last) {
+        index += P::DEEP;
+        at = index * step;
+        end = smaller(at + step, blocks);
+      }
+      load_scales(next, at, end);
+      load_rows(next, at, end);
+      if (data == nullptr) {
+        data = ring.stage(chunk) + lane() * 16;
+        ring.wait(chunk);
+      }
+      add(now, count, data);
+      data += DEPTH * UNITS * BLOCK_BYTES;
+      if (last) {
+        ring.release(chunk);
+        data = nullptr;
+      }
     }
 #pragma unroll
     for (int chain = 1; chain < CHAINS; ++chain)
@@ -230,13 +280,14 @@ struct Tile {
   }
 
   // Every warp finishes one unit of a batch for 8 rows.
-  DEVICE void run(int first_unit, Reduction& reduction) {
+  DEVICE void run(int first_unit, Reduction& reduction, const Grid& grid, bool waits) {
     const int row = warp() % P::GROUPS * 8 + lane() / 4, mine = warp() / P::GROUPS, c = lane() % 4;
-    // Only products without a norm before them add to the residual stream.
+    // Only products without a norm before them add to the residual stream, which is older than the phase before.
     const bf16* old = NORM ? nullptr : product.sink.old.row(row);
     u32 previous = 0;
     if (!NORM && mine < UNITS) previous = load_l2_word(old + (first_unit + mine) * 8 + 2 * c);
-    multiply_all();
+    multiply_all(grid, waits);
+    mark(2);
     float scale = 1.0f;
     if (NORM) lay_out_squares(reduction.squares_now());
 #pragma unroll
@@ -276,22 +327,27 @@ struct Tile {
 #endif
 
 template <int ROWS, bool NORM, int UNITS = 1>
-DEVICE void run_tile(const Product& product, Ring& ring, u32 chunk, int blocks, int units, int first, Reduction& reduction) {
+DEVICE void run_tile(const Product& product, Ring& ring, u32 chunk, int blocks, int step, int units, int first,
+                     Reduction& reduction, const Grid& grid, bool waits) {
   if constexpr (((NORM ? MEGA_NORM_UNITS : MEGA_PLAIN_UNITS) >> (UNITS - 1) & 1) != 0) {
-    if (units == UNITS) Tile<ROWS, UNITS, NORM>(product, ring, chunk, blocks).run(first, reduction);
+    if (units == UNITS) Tile<ROWS, UNITS, NORM>(product, ring, chunk, blocks, step).run(first, reduction, grid, waits);
   }
-  if constexpr (UNITS < MAX_UNITS) run_tile<ROWS, NORM, UNITS + 1>(product, ring, chunk, blocks, units, first, reduction);
+  if constexpr (UNITS < MAX_UNITS)
+    run_tile<ROWS, NORM, UNITS + 1>(product, ring, chunk, blocks, step, units, first, reduction, grid, waits);
 }
 
-// This SM's share of a product. `chunk` counts the stream's chunks.
+// This SM's share of a product. `chunk` counts the stream's chunks; It `waits` for the other SMs before it reads
+// activations.
 template <int ROWS, bool NORM>
-DEVICE void multiply_share(const Product& product, const Matrix& matrix, Ring& ring, u32& chunk, Reduction& reduction) {
-  const Share share(matrix, cta(), ctas());
+DEVICE void multiply_share(const Product& product, const Share& share, int blocks, Ring& ring, u32& chunk,
+                           Reduction& reduction, const Grid& grid, bool waits) {
   int first = share.first;
+  if (share.tiles == 0 && waits) grid.wait();
+#pragma unroll 1
   for (int tile = 0; tile < share.tiles; ++tile) {
-    const int units = share.tile_units(tile);
-    run_tile<ROWS, NORM>(product, ring, chunk, matrix.blocks, units, first, reduction);
+    const int large = tile < share.large, units = share.units + large;
+    run_tile<ROWS, NORM>(product, ring, chunk, blocks, share.step[large], units, first, reduction, grid, waits && tile == 0);
     first += units;
-    chunk += ceil_div(matrix.blocks, chunk_blocks(units, matrix.blocks));
+    chunk += share.chunks[large];
   }
 }

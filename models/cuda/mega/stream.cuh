@@ -1,24 +1,26 @@
 // The weight stream: one warp copies this SM's share of every matrix, in the order of use, into a ring in shared memory.
 //
-// A matrix is dealt to SMs in units of 8 output features. An SM's share is cut into tiles of up to 16 units, whose sums are
+// A matrix is dealt to SMs in units of 8 output features. An SM's share is cut into tiles of up to 15 units, whose sums are
 // kept in registers at once, and a tile into chunks of consecutive input features; a chunk is one bulk copy and is read by one
-// warp (two, when they hold different rows). The stream never waits for anything but room in the ring, so it runs ahead of the
+// warp (two, when they hold different rows), the same one for every chunk of a stage. The stream never waits for anything but room in the ring, so it runs ahead of the
 // computation, over barriers and layers.
 #pragma once
 
 #ifndef MEGA_STAGES
-#define MEGA_STAGES 23
+#define MEGA_STAGES 24
 #endif
 #ifndef MEGA_STAGE_BYTES
-#define MEGA_STAGE_BYTES 8192
+#define MEGA_STAGE_BYTES 7680
 #endif
 
 constexpr int STAGES = MEGA_STAGES;
 constexpr int STAGE_BYTES = MEGA_STAGE_BYTES;
 constexpr int BLOCK_BYTES = 512;  // 8 output features x 32 input features
-constexpr int MAX_UNITS = 16;     // of a tile
+constexpr int MAX_UNITS = 15;     // of a tile
 constexpr int WARPS = CONSUMERS / 32;
 static_assert(STAGE_BYTES >= MAX_UNITS * BLOCK_BYTES, "a stage holds at least one block of every unit");
+// A warp that waits for a stage's next chunk would take an older one for it, were the chunk between them another warp's.
+static_assert(STAGES % WARPS == 0, "a stage's chunks all belong to one warp");
 
 DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 DEVICE int smaller(int a, int b) { return a < b ? a : b; }
@@ -39,7 +41,7 @@ struct Ring {
   DEVICE unsigned char* stage(u32 chunk) const { return data + chunk % STAGES * STAGE_BYTES; }
   DEVICE void wait(u32 chunk) const {
 #ifndef MEGA_WITHOUT_STREAM
-    barrier_wait<true>(full + chunk % STAGES, chunk / STAGES & 1);
+    barrier_wait<true>(full + chunk % STAGES, chunk / STAGES);
 #endif
   }
   // By every lane of a reading warp.
@@ -49,44 +51,53 @@ struct Ring {
   }
 };
 
-// The units of one SM.
+// The units of one SM, and how they are cut. Made once per launch: divisions take long.
 struct Share {
-  int first, count, tiles;
+  int first, tiles;
+  int large;      // tiles that have a unit more than the others; they come first
+  int units;      // of the others
+  int step[2];    // blocks of input features in a chunk, of small and of large tiles
+  int chunks[2];  // of a tile
 
-  DEVICE Share(const Matrix& matrix, int cta, int ctas) {
-    const int base = matrix.units / ctas, extra = matrix.units % ctas;
-    int index = cta - matrix.rotation;
-    if (index < 0) index += ctas;
+  DEVICE void make(const Matrix& matrix) {
+    const int base = matrix.units / ctas(), extra = matrix.units % ctas();
+    int index = cta() - matrix.rotation;
+    if (index < 0) index += ctas();
     first = index * base + smaller(index, extra);
-    count = base + (index < extra);
+    const int count = base + (index < extra);
     tiles = ceil_div(count, MAX_UNITS);
+    units = count / larger(tiles, 1);
+    large = count - units * tiles;
+    for (int i = 0; i < 2; ++i) {
+      // As many as fit into a stage, but so that all warps get the same number of chunks.
+      const int most = STAGE_BYTES / (larger(units + i, 1) * BLOCK_BYTES);
+      step[i] = most == 0 ? 1 : ceil_div(matrix.blocks, WARPS * ceil_div(matrix.blocks, WARPS * most));
+      chunks[i] = ceil_div(matrix.blocks, step[i]);
+    }
   }
-  DEVICE int tile_units(int tile) const { return count / tiles + (tile < count % tiles); }
 };
-
-// Blocks of input features in a chunk: as many as fit into a stage, but so that all warps get the same number of chunks.
-DEVICE int chunk_blocks(int units, int blocks) {
-  const int most = STAGE_BYTES / (units * BLOCK_BYTES);
-  return ceil_div(blocks, WARPS * ceil_div(blocks, WARPS * most));
-}
 
 struct Producer {
   Ring ring;
+  const Share* shares;  // [KINDS]
   u64 policy;
-  u32 chunk = 0;
+  u32 stage = 0;
+  int round = 0;
 
-  DEVICE void matrix(const Matrix& matrix, const unsigned char* base) {
-    const Share share(matrix, cta(), ctas());
+  DEVICE void matrix(const Matrix& matrix, const Share& share, const unsigned char* base) {
     const unsigned char* from = base + matrix.offset + (long long)share.first * matrix.blocks * BLOCK_BYTES;
     for (int tile = 0; tile < share.tiles; ++tile) {
-      const int units = share.tile_units(tile), step = chunk_blocks(units, matrix.blocks);
-      for (int block = 0; block < matrix.blocks; block += step, ++chunk) {
-        const u32 bytes = smaller(step, matrix.blocks - block) * units * BLOCK_BYTES;
-        const u32 stage = chunk % STAGES;
-        barrier_wait<false>(ring.empty + stage, (chunk / STAGES & 1) ^ 1);  // the first round finds every stage empty
+      const int large = tile < share.large, most = share.step[large], width = (share.units + large) * BLOCK_BYTES;
+      for (int left = matrix.blocks; left > 0; left -= most) {
+        const u32 bytes = smaller(most, left) * width;
+        barrier_wait<false>(ring.empty + stage, round - 1);  // the first round finds every stage empty
         barrier_expect(ring.full + stage, bytes);
-        bulk_load(ring.stage(chunk), from, bytes, ring.full + stage, policy);
+        bulk_load(ring.data + stage * STAGE_BYTES, from, bytes, ring.full + stage, policy);
         from += bytes;
+        if (++stage == STAGES) {
+          stage = 0;
+          ++round;
+        }
       }
     }
   }
@@ -95,7 +106,7 @@ struct Producer {
     policy = streaming_policy();
     const unsigned char* base = p.stream;
     for (int layer = 0; layer < p.layers; ++layer, base += p.layer_bytes)
-      for (int kind = QKV; kind < HEAD; ++kind) matrix(p.matrices[kind], base);
-    if (p.logit_count > 0) matrix(p.matrices[HEAD], p.stream);
+      for (int kind = QKV; kind < HEAD; ++kind) matrix(p.matrices[kind], shares[kind], base);
+    if (p.logit_count > 0) matrix(p.matrices[HEAD], shares[HEAD], p.stream);
   }
 };

@@ -64,16 +64,17 @@ void yield(Wait wait);
 void queue_copy(void* to, const void* from, u32 bytes, u64* barrier);
 
 struct Barrier {  // the 8 bytes of an mbarrier
-  int32_t bytes;
-  uint16_t pending;
-  uint16_t count : 15;
-  uint16_t phase : 1;
+  int64_t bytes : 21;  // as on the device
+  uint64_t pending : 11;
+  uint64_t count : 11;
+  uint64_t completed : 21;  // phases
 };
+static_assert(sizeof(Barrier) == 8);
 inline Barrier& barrier(u64* at) { return *reinterpret_cast<Barrier*>(at); }
 inline void settle(Barrier& barrier) {
   if (barrier.pending != 0 || barrier.bytes != 0) return;
   barrier.pending = barrier.count;
-  barrier.phase ^= 1;
+  ++barrier.completed;
   ++events;
 }
 
@@ -142,6 +143,9 @@ DEVICE u32 vote(bool value) {
 DEVICE int popcount(u32 bits) { return __builtin_popcount(bits); }
 
 template <class T>
+DEVICE void keep_apart(T&) {}
+
+template <class T>
 T load(const void* at) {
   if (reinterpret_cast<uintptr_t>(at) % sizeof(T) != 0) emulator::fail("misaligned load");
   T value;
@@ -160,11 +164,11 @@ DEVICE void prefetch_l2(const void* at, u32 bytes) {
   if (bytes % 16 != 0) emulator::fail("a prefetch of part of 16 bytes");
 }
 
-DEVICE void add_release(u32* at, u32 value) {
-  *at += value;
+DEVICE void store_release(u32* at, u32 value) {
+  *at = value;
   ++emulator::events;
 }
-DEVICE u32 load_acquire(const u32* at) {
+DEVICE u32 load_relaxed(const u32* at) {
   emulator::yield(emulator::Wait::OTHERS);
   return *at;
 }
@@ -179,7 +183,7 @@ DEVICE void barrier_init(u64* at, u32 count) {
   emulator::Barrier& barrier = emulator::barrier(at);
   barrier.bytes = 0;
   barrier.pending = barrier.count = count;
-  barrier.phase = 0;
+  barrier.completed = 0;
 }
 DEVICE void barrier_init_done() {}
 DEVICE void barrier_arrive(u64* at) {
@@ -193,8 +197,10 @@ DEVICE void barrier_expect(u64* at, u32 bytes) {
   barrier_arrive(at);
 }
 template <bool WATCHED>
-DEVICE void barrier_wait(u64* at, u32 parity) {
-  while (emulator::barrier(at).phase == parity) emulator::yield(emulator::Wait::OTHERS);
+DEVICE void barrier_wait(u64* at, int phase) {
+  const emulator::Barrier& barrier = emulator::barrier(at);
+  while ((barrier.completed & 1) == (phase & 1)) emulator::yield(emulator::Wait::OTHERS);
+  if (barrier.completed != phase + 1u) emulator::fail("a wait that takes an older phase for its own");
 }
 DEVICE u64 streaming_policy() { return 0; }
 DEVICE void bulk_load(void* to, const void* from, u32 bytes, u64* barrier, u64) {

@@ -107,7 +107,7 @@ void fail(const char* what) {
 
 void queue_copy(void* to, const void* from, u32 bytes, u64* barrier) {
   std::memset(to, 0xff, bytes);  // not a number, until it lands
-  copies.push_back({to, from, bytes, barrier, rounds + random_numbers() % 4});
+  copies.push_back({to, from, bytes, barrier, rounds + random_numbers() % (random_numbers() % 8 ? 4 : 40)});
 }
 
 }  // namespace emulator

@@ -1,0 +1,60 @@
+"""The megakernel's own source, run by an emulator of the GPU, beside the reference."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.config import ModelError
+from models.cuda.packed_weights import PackedWeights
+from tests.models.cuda.emulated import COMPILER, EmulatedLauncher
+from tests.models.cuda.mega_cases import Pair
+from tests.models.tiny import tiny_model
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+# Parts of 16 keys, so that short contexts are split as well; fewer stages than a tile has chunks.
+FLAGS = ("-DMEGA_PART_SHIFT=4", "-DMEGA_TASK_COST=0", "-DMEGA_MERGE_COST=0", "-DMEGA_STAGES=8")
+
+
+def emulated(weights: PackedWeights) -> EmulatedLauncher:
+    return EmulatedLauncher(weights, FLAGS)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    directory: Path = tmp_path_factory.mktemp("mega")
+    tiny_model(directory, "qwen3", vocab=260, dtype=torch.bfloat16, hidden=64, head_dim=64, kv_heads=2, ffn=800)
+    return Pair(directory, emulated, grid=3, page_size=16, num_pages=200, vocab_size=259, context_length=512)
+
+
+def test_steps_equal_the_reference(pair: Pair) -> None:
+    chosen = random.Random(1)
+
+    def tokens(count: int) -> list[int]:
+        return [chosen.randrange(259) for _ in range(count)]
+
+    steps = [
+        [(0, tokens(1)), (1, tokens(3))],
+        [(0, tokens(60))],
+        [(1, tokens(17)), (2, tokens(1)), (3, tokens(30))],
+        [(slot, tokens(1)) for slot in range(8)],
+        [(0, tokens(40)), (5, tokens(2))],
+        [(0, tokens(1))],
+    ]
+    for seed, runs in enumerate(steps):
+        assert isinstance(pair.launcher, EmulatedLauncher)
+        pair.launcher.seed = seed
+        pair.check(runs, idle=0 if len(runs) == 8 else 2)
+
+
+def test_pages_that_cut_a_tile_of_keys_are_refused(pair: Pair) -> None:
+    kernel = pair.kernel
+    cache = torch.zeros(2, 4, 2, 8, 64, dtype=torch.bfloat16)
+    with pytest.raises(ModelError, match="multiple of 16"):
+        type(kernel)(
+            kernel.weights, k_cache=cache, v_cache=cache, rotations=torch.zeros(8, 2, 32), launcher=pair.launcher
+        )
