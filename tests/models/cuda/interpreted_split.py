@@ -129,7 +129,7 @@ def play(decoder: RowDecoder) -> list[StepRecord]:
     runner.launch(StepRows(slots, tokens, places, np.array([4, 6])))
     own = StepRows(np.array([0, 2]), np.full(2, OWN_TOKEN), np.zeros(2, np.int64), np.arange(2))
     records: list[StepRecord] = []
-    for _ in range(3):
+    for _ in range(4):
         runner.launch(own)
         record = runner.poll()
         assert record is not None
@@ -138,7 +138,7 @@ def play(decoder: RowDecoder) -> list[StepRecord]:
 
 
 def test_two_ranks_answer_as_one_device(tmp_path: Path) -> None:
-    directory = tiny_model(tmp_path, "qwen3", tokenizer=False, tied=False, vocab=301, layers=1)
+    directory = tiny_model(tmp_path, "qwen3", tokenizer=False, tied=False, vocab=301)
     options = {"page_size": PAGE, "vocab_size": 290, "context_length": CONTEXT}
     whole = CudaDecoder.load(directory, device="cpu", **options)
     whole.allocate_kv(24)

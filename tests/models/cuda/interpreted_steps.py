@@ -45,7 +45,9 @@ def vocab(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     return 150
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if number else kind for number, kind in enumerate(KINDS)]
+)
 def test_draws_are_the_reference_samplers(kind: str, vocab: int) -> None:
     count = 3
     bench = Bench.of(vocab, count, "cpu", on_device=False)
