@@ -1,11 +1,12 @@
 """Step time of a model split over GPUs, by how its ranks sum.
 
-    python -m bench.split [--ranks 2] [--layers 64] [--batches 1,8,32,64] [--context 1024] [--json FILE]
+    python -m bench.split [--ranks 2] [--layers 64] [--batches 1,8,32] [--context 1024] [--ways chosen,nccl] [--json FILE]
 
 Qwen3-32B's shape with random weights. Each step is one graph replay of the model without sampling: rows from the first rank to
-the others, the layers, the LM head's parts back to the first rank. Ways: as the ranks choose when they meet (`chosen`), the same
-with overlapping small kernels, NCCL and a norm, torch's one-shot sum and a norm, no sums at all (wrong, but it shows what they
-cost), and neither sums nor gathered logits. The last table is where one step's time goes on the first rank.
+the others, the layers, the LM head's parts back to the first rank. Ways: as a worker does it (`chosen`), without overlapping small
+kernels, NCCL and a norm, torch's one-shot sum and a norm, no sums at all (wrong, but it shows what they cost), and neither sums nor
+gathered logits. Besides the step's time: how long the host is in a replay while one step is under way, as in a worker, and how many
+replays it can queue before one makes it wait for the device. Last comes where one step's time goes on the first rank.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from models.cuda.decoder import CudaDecoder
+from models.cuda.kernels.overlap import can_overlap
 from models.cuda.shard import FusedSums, Shard
 from models.parallel.leader import LeadingDecoder, SplitModel
 from models.parallel.link import Load
@@ -55,7 +58,7 @@ SHAPE = {
 }
 PAGE = 16
 SLOTS = 64
-WAYS = ("chosen", "overlap", "nccl", "one-shot", "no sums", "no sums, no logits")
+WAYS = ("chosen", "no overlap", "nccl", "one-shot", "no sums", "no logits")
 REPLAYS = 40
 
 
@@ -72,16 +75,16 @@ class Ways:
         return replace(self._shard, all_reduce=self._all_reduce, all_gather=self._gather, fused=self._fused)
 
     def _fused(self, rows: int) -> FusedSums | None:
-        return self._shard.fused(rows) if self.way in ("chosen", "overlap") else None
+        return self._shard.fused(rows) if self.way in ("chosen", "no overlap") else None
 
     def _all_reduce(self, partial: torch.Tensor) -> None:
         if self.way == "one-shot":
             self._one_shot(partial)
-        elif not self.way.startswith("no sums"):
+        elif self.way not in ("no sums", "no logits"):
             self._shard.all_reduce(partial)
 
     def _gather(self, local: torch.Tensor) -> torch.Tensor:
-        return local if self.way == "no sums, no logits" else self._shard.all_gather(local)
+        return local if self.way == "no logits" else self._shard.all_gather(local)
 
     def _one_shot(self, partial: torch.Tensor) -> None:
         from torch.distributed import _symmetric_memory as symmetric
@@ -95,17 +98,15 @@ class Ways:
 
 
 class Part(CudaDecoder):
-    """Takes the next way with every `allocate_kv`, which all ranks do together."""
+    """Takes another way with every `allocate_kv`, which all ranks do together: the number of pages says which."""
 
     ways: Ways
-    turn = 0
 
     def allocate_kv(self, num_pages: int) -> None:
         """Make room for K and V; graphs of before are gone."""
         super().allocate_kv(num_pages)
-        self.ways.way = WAYS[self.turn % len(WAYS)]
-        self.overlap = self.ways.way == "overlap"
-        self.turn += 1
+        self.ways.way = WAYS[num_pages % len(WAYS)]
+        self.overlap = can_overlap(self.device) and self.ways.way != "no overlap"
 
 
 def load(order: Load, shard: Shard) -> Part:
@@ -152,8 +153,24 @@ class Captured:
     """A step of one size."""
 
     batch: int
+    rows: Rows
+    """What the graph reads."""
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Of a way and a batch, in milliseconds."""
+
+    step: float
+    """When the next step is queued behind it."""
+    launch: float
+    """Of the host in a replay with one step under way: median."""
+    longest: float
+    """The same at most."""
+    ahead: int
+    """Replays that were queued before one took half a step; all of them if none did."""
 
 
 def capture(leader: LeadingDecoder, batch: int, context: int) -> Captured:
@@ -164,7 +181,7 @@ def capture(leader: LeadingDecoder, batch: int, context: int) -> Captured:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         output = leader.forward(rows)
-    return Captured(batch, graph, output.logits)
+    return Captured(batch, rows, graph, output.logits)
 
 
 def replay(leader: LeadingDecoder, step: Captured) -> None:
@@ -173,22 +190,34 @@ def replay(leader: LeadingDecoder, step: Captured) -> None:
     step.graph.replay()
 
 
-def measure(leader: LeadingDecoder, step: Captured) -> tuple[float, float]:
-    """Milliseconds of a step when the next one is queued behind it, and microseconds of the host's part of it."""
+def measure(leader: LeadingDecoder, step: Captured) -> Times:
+    """Time a step: all replays queued at once, then two in flight."""
     for _ in range(3):
         replay(leader, step)
     torch.cuda.synchronize()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]  # type: ignore[no-untyped-call]
     marks[0].record()
-    host = []
-    for mark in marks[1:]:
-        started = time.perf_counter()
-        replay(leader, step)
-        host.append(time.perf_counter() - started)
-        mark.record()
+    queued = [_queue(leader, step, mark) for mark in marks[1:]]
     torch.cuda.synchronize()
-    times = [a.elapsed_time(b) for a, b in zip(marks[:-1], marks[1:], strict=True)]
-    return statistics.median(times), statistics.median(host) * 1e6
+    median = statistics.median(a.elapsed_time(b) for a, b in zip(marks[:-1], marks[1:], strict=True))
+    ahead = next((number for number, took in enumerate(queued) if took > median / 2), REPLAYS)
+    launches = []
+    for number in range(REPLAYS):
+        # As a worker: look for the end of the step before the last one, then queue the next behind the last one.
+        while number > 1 and not marks[number - 2].query():  # type: ignore[no-untyped-call]
+            time.sleep(1e-4)
+        launches.append(_queue(leader, step, marks[number]))
+    torch.cuda.synchronize()
+    return Times(median, statistics.median(launches), max(launches), ahead)
+
+
+def _queue(leader: LeadingDecoder, step: Captured, mark: torch.cuda.Event) -> float:
+    """Milliseconds that the host takes to queue a step and a mark behind it."""
+    started = time.perf_counter()
+    replay(leader, step)
+    took = time.perf_counter() - started
+    mark.record()
+    return took * 1e3
 
 
 def profile(leader: LeadingDecoder, step: Captured) -> list[tuple[str, int, float]]:
@@ -210,12 +239,36 @@ def profile(leader: LeadingDecoder, step: Captured) -> list[tuple[str, int, floa
 
 
 def attempt(what: str, work: Callable[[], Any]) -> Any:
-    """The result, or None and a line that says why not."""
+    """The result, or None and a line that says why not; after a fault of the device, which nothing can use any more, the end."""
     try:
         return work()
     except (RuntimeError, AttributeError) as error:
         print(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:300]}", flush=True)
-        return None
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        print("the device has failed", flush=True)
+        os._exit(1)
+    return None
+
+
+def timed(leader: LeadingDecoder, way: str, batch: int, context: int) -> Times:
+    """Capture and measure."""
+    step = capture(leader, batch, context)
+    times = measure(leader, step)
+    print(
+        f"{way:12} b {batch:3}: {times.step:7.3f} ms, host {times.launch * 1e3:5.0f} us, at most {times.longest * 1e3:5.0f},"
+        f" {times.ahead} ahead, finite {bool(step.logits.isfinite().all())}",
+        flush=True,
+    )
+    return times
+
+
+def kernels(leader: LeadingDecoder, batch: int, context: int) -> None:
+    """Print a step's kernels."""
+    print(f"\nkernels of a step of {batch} rows")
+    for key, count, spent in profile(leader, capture(leader, batch, context))[:24]:
+        print(f"    {spent:8.1f} us {count:5} x {key[:90]}", flush=True)
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -229,26 +282,26 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     started = time.perf_counter()
     leader = LeadingDecoder(model, processes.ranks, load)
     print(f"loaded in {time.perf_counter() - started:.1f} s, {leader.weight_bytes / 2**30:.2f} GiB a rank", flush=True)
-    result: dict[str, Any] = {"ranks": options.ranks, "layers": options.layers, "steps": {}}
+    steps: dict[str, dict[int, Times]] = {}
     pages = SLOTS * -(-options.context // PAGE)
+    pages += -pages % len(WAYS)
     with torch.inference_mode():
-        for way in WAYS:
-            leader.allocate_kv(pages)
+        for way in options.ways:
+            leader.allocate_kv(pages + WAYS.index(way))
             for batch in options.batches:
-                step = attempt(f"{way}, {batch} rows", partial(capture, leader, batch, options.context))
-                if step is None:
-                    continue
-                milliseconds, host = measure(leader, step)
-                finite = bool(step.logits.isfinite().all())
-                print(f"{way:20} b {batch:3}: {milliseconds:7.3f} ms, host {host:4.0f} us, finite {finite}", flush=True)
-                result["steps"].setdefault(way, {})[batch] = milliseconds
-                if batch == 8 and way in ("chosen", "nccl", "overlap"):
-                    for key, count, spent in (attempt("profile", partial(profile, leader, step)) or [])[:16]:
-                        print(f"    {spent:8.1f} us {count:5} x {key[:90]}", flush=True)
-    table(result["steps"], options.batches)
+                times = attempt(f"{way}, {batch} rows", partial(timed, leader, way, batch, options.context))
+                if times is not None:
+                    steps.setdefault(way, {})[batch] = times
+        table(
+            {way: {batch: times.step for batch, times in line.items()} for way, line in steps.items()}, options.batches
+        )
+        leader.allocate_kv(pages)
+        for batch in options.profile:
+            attempt("profile", partial(kernels, leader, batch, options.context))
     leader.close()
     processes.close()
-    return result
+    found = {way: {batch: asdict(times) for batch, times in line.items()} for way, line in steps.items()}
+    return {"ranks": options.ranks, "layers": options.layers, "steps": found}
 
 
 def table(steps: dict[str, dict[int, float]], batches: Sequence[int]) -> None:
@@ -257,9 +310,19 @@ def table(steps: dict[str, dict[int, float]], batches: Sequence[int]) -> None:
     for way, line in steps.items():
         print(f"{way:22}" + "".join(f"{line.get(batch, float('nan')):10.3f}" for batch in batches))
     without = steps.get("no sums", {})
-    for way in [way for way in steps if not way.startswith("no sums")]:
+    for way in [way for way in steps if way not in ("no sums", "no logits")] if without else []:
         shares = [1 - without.get(batch, float("nan")) / steps[way].get(batch, float("nan")) for batch in batches]
         print(f"share of sums, {way:7}" + "".join(f"{share:10.1%}" for share in shares))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def _ways(text: str) -> list[str]:
+    if unknown := set(text.split(",")) - set(WAYS):
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: known are {', '.join(WAYS)}")
+    return text.split(",")
 
 
 def main() -> None:
@@ -268,7 +331,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=64)
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--batches", type=lambda text: [int(word) for word in text.split(",")], default=[1, 8, 32, 64])
+    parser.add_argument("--batches", type=_numbers, default=[1, 8, 32])
+    parser.add_argument("--profile", type=_numbers, default=[8], help="batches whose kernels are listed")
+    parser.add_argument("--ways", type=_ways, default=list(WAYS), help=", ".join(WAYS))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     logs.setup("bench", "info", "text")

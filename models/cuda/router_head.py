@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
+from models.cuda.kernels.overlap import can_overlap
+
 MOST_ROWS = 64
 _LEAST_WIDTH, _MOST_WIDTH, _MOST_WIDE = 128, 1024, 4096
 _INPUT_BLOCK = 512
 _MOST_TOP = 200
 _DTYPE = torch.bfloat16
 """Programs hold as many weights as fit in this type."""
-_OVERLAP_CAPABILITY = (9, 0)
-"""Programmatic dependent launch: Hopper."""
 
 Affine = tuple[torch.Tensor, torch.Tensor]
 """Weight [out, in] (or [width] of a norm) and bias."""
@@ -57,8 +57,7 @@ class RouterHead:
         self._out = out
         self._top = top
         self._eps = eps
-        cuda = weight.device.type == "cuda"
-        self._overlap = cuda and torch.cuda.get_device_capability(weight.device) >= _OVERLAP_CAPABILITY
+        self._overlap = can_overlap(weight.device)
 
     def __call__(
         self,

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from models.config import ModelError
+from models.cuda.kernels.overlap import can_overlap
 from models.cuda.shard import Shard
 from models.parallel.link import Load
 from models.rows import RowDecoder
@@ -54,6 +55,7 @@ def load_part(order: Load, shard: Shard) -> Part:
         share = f"1/{shard.world} of the weights of {order.path}"
         raise ModelError(f"{order.device}: not enough memory for {share}") from error
     part.ragged_prefill &= order.ragged_prefill
+    part.overlap = can_overlap(part.device)
     return part
 
 

@@ -120,8 +120,7 @@ def test_model_that_cannot_be_split(directory: Path) -> None:
     split = on_gpu(directory, tensor_parallel=8)
     with pytest.raises(ModelError, match=r"^models\.m\.tensor_parallel: .*num_.*heads: \d+ cannot be dealt out to 8"):
         chosen(split, host(*[H200] * 8))
-    with pytest.raises(ModelError, match=r"^models\.m\.tensor_parallel: this version runs a model on one GPU"):
-        chosen(on_gpu(directory, tensor_parallel=2), host(H200, H200))
+    assert chosen(on_gpu(directory, tensor_parallel=2), host(H200, H200)).name == "flashinfer"
 
 
 def test_weights_that_do_not_fit_name_the_largest(directory: Path, tmp_path: Path) -> None:

@@ -107,8 +107,6 @@ def _best_backend(name: str, model: Model, shape: Shape, host: Host) -> Backend:
     if obstacle and (model.backend == "flashinfer" or model.tensor_parallel > 1):
         key = "backend" if model.backend == "flashinfer" else "tensor_parallel"
         raise ModelError(f"models.{name}.{key}: the flashinfer backend cannot run the model: {obstacle}")
-    if model.tensor_parallel > 1:
-        raise ModelError(f"models.{name}.tensor_parallel: this version runs a model on one GPU; set it to 1")
     if model.backend == "torch":
         return Backend(
             "torch", f"models.{name}: the slow torch backend runs it on the GPU, as models.{name}.backend says"

@@ -16,7 +16,10 @@ from models.cuda.kernels.overlap import launch_options
 
 @triton.jit
 def _tell(address, turn):
-    """Write `turn` to another rank's memory, after everything that this rank's earlier kernels wrote."""
+    """Write `turn` to another rank's memory.
+
+    What earlier kernels wrote is in this device's memory since their end, where other ranks read it: no fence, half a microsecond.
+    """
     tl.inline_asm_elementwise(
         """
         {
@@ -24,7 +27,7 @@ def _tell(address, turn):
             .reg .u32 %thread;
             mov.u32 %thread, %tid.x;
             setp.eq.u32 %first, %thread, 0;
-            @%first st.release.sys.global.u32 [$1], $2;
+            @%first st.relaxed.sys.global.u32 [$1], $2;
             mov.u32 $0, 0;
         }
         """,
@@ -69,7 +72,30 @@ def _await(address, turn, patience):
     )
 
 
-@triton.jit(do_not_specialize=["offset", "patience"])
+@triton.jit
+def _elements(address, kind: tl.constexpr):
+    """An address as a pointer to elements."""
+    return tl.multiple_of(address.to(tl.pointer_type(kind)), 16)
+
+
+@triton.jit
+def _each(addresses, COUNT: tl.constexpr):
+    """What is in each of COUNT words."""
+    found = ()
+    for index in tl.static_range(COUNT):
+        found = found + (tl.load(addresses + index),)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def _tell_all(flags, place, turn, RANK: tl.constexpr, WORLD: tl.constexpr):
+    """Tell every other rank."""
+    for rank in tl.static_range(WORLD):
+        if rank != RANK:
+            _tell(flags[rank] + place, turn)
+
+
+@triton.jit(do_not_specialize=["patience"])
 def _sum_norm(
     parts: tl.tensor,
     flags: tl.tensor,
@@ -95,24 +121,30 @@ def _sum_norm(
     turn = tl.load(turns + row) + 1
     before = tl.load(x + row * width + column, mask=inside, other=0.0)
     scales = tl.load(weight + column, mask=inside, other=0.0)
+    # Asked for before the wait: each would cost half a microsecond after it.
+    flag_addresses = _each(flags, WORLD)
+    part_addresses = _each(parts, WORLD)
+    place = offset + row * width + column
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     if SIGNALS:
-        tl.debug_barrier()
+        _tell_all(flag_addresses, (RANK * span + row) * 4, turn, RANK, WORLD)
+    # Past the first cache, which other kernels' and devices' writes do not reach.
+    own = tl.load(_elements(part_addresses[RANK], kind) + place, mask=inside, other=0.0, cache_modifier=".cg")
+    if SIGNALS:
         for rank in tl.static_range(WORLD):
             if rank != RANK:
-                _tell(tl.load(flags + rank) + (RANK * span + row) * 4, turn)
-        for rank in tl.static_range(WORLD):
-            if rank != RANK:
-                _await(tl.load(flags + RANK) + (rank * span + row) * 4, turn, patience)
+                _await(flag_addresses[RANK] + (rank * span + row) * 4, turn, patience)
         tl.debug_barrier()
     total = tl.zeros([BLOCK], tl.float32)
     # In the same order on every rank: what they hold must not differ by a bit.
     for rank in tl.static_range(WORLD):
-        first = tl.multiple_of(tl.load(parts + rank).to(tl.pointer_type(kind)), 16)
-        # Past the first cache, which other devices' writes do not reach.
-        part = tl.load(first + tl.multiple_of(offset, 16) + row * width + column, mask=inside, other=0.0, volatile=True)
-        total += part.to(tl.float32)
+        if rank == RANK:
+            total += own.to(tl.float32)
+        else:
+            # As wide as loads are; `volatile` would make them one element each, and links are slow with those.
+            part = tl.load(_elements(part_addresses[rank], kind) + place, mask=inside, other=0.0, cache_modifier=".cg")
+            total += part.to(tl.float32)
     added = (before.to(tl.float32) + total.to(kind).to(tl.float32)).to(kind)
     tl.store(x + row * width + column, added, mask=inside)
     wide = added.to(tl.float32)

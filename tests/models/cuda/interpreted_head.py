@@ -22,7 +22,7 @@ from models.cuda import router_head
 from models.cuda.kernels.top_values import slots_of, top_values
 from tests.models.cuda.router import Sizes, router_file
 
-V, TOP = 4200, 100
+V, TOP = 5000, 100
 
 
 def logits(kind: str, rows: int, width: int) -> torch.Tensor:
@@ -46,7 +46,10 @@ def logits(kind: str, rows: int, width: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["normal", "equal", "crowded", "masked", "negative"])
-@pytest.mark.parametrize(("width", "count"), [(130, 100), (4097, 200)])
+@pytest.mark.parametrize(
+    ("width", "count"),
+    [(130, 100), (4096, 1), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((5000, 100), (4097, 200)))],
+)
 def test_top_values(kind: str, width: int, count: int) -> None:
     count = min(count, width)
     x = logits(kind, 3, width)
@@ -86,7 +89,11 @@ def torch_only(side: R2REntry) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("rows", "sizes"),
-    [(1, Sizes(512, blocks=1)), (8, Sizes(512, expansion=2)), (19, Sizes(512, blocks=1, expansion=1))],
+    [
+        (1, Sizes(512, blocks=1)),
+        pytest.param(8, Sizes(512, expansion=2), marks=pytest.mark.slow),
+        pytest.param(19, Sizes(512, blocks=1, expansion=1), marks=pytest.mark.slow),
+    ],
 )
 def test_head_equals_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, sizes: Sizes) -> None:
     monkeypatch.setattr(router_head, "_DTYPE", torch.float32)

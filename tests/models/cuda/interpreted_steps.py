@@ -34,7 +34,7 @@ SLOTS = 6
 PAGES = 16
 
 
-@pytest.fixture(params=["usual", "small"])
+@pytest.fixture(params=[pytest.param("usual", marks=pytest.mark.slow), "small"])
 def vocab(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """The vocabulary for chunks of the usual size, or for many small ones with a list that overflows."""
     if request.param == "usual":
@@ -45,7 +45,9 @@ def vocab(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     return 150
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if number else kind for number, kind in enumerate(KINDS)]
+)
 def test_draws_are_the_reference_samplers(kind: str, vocab: int) -> None:
     count = 3
     bench = Bench.of(vocab, count, "cpu", on_device=False)
@@ -118,6 +120,7 @@ class InterpretedSteps:
         raise NotImplementedError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1])
 def test_schedules_decide_as_a_plain_loop(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_runner, "_steps", InterpretedSteps)

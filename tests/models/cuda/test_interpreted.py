@@ -12,19 +12,33 @@ import pytest
 SUITES = ("interpreted.py", "interpreted_head.py", "interpreted_split.py")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SUITES)
-def test_kernels_under_the_interpreter(name: str) -> None:
+@pytest.mark.parametrize("marks", ["not slow", pytest.param("", marks=pytest.mark.slow)])
+def test_kernels_under_the_interpreter(name: str, marks: str) -> None:
     # Older interpreters read scalars in a way that new versions of numpy refuse.
     pytest.importorskip("triton", minversion="3.9")
     suite = Path(__file__).with_name(name)
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout", "120", str(suite)],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            marks,
+            "--timeout",
+            "120",
+            str(suite),
+        ],
         env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         cwd=suite.parents[3],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=580,
         check=False,
     )
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]

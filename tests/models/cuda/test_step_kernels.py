@@ -12,17 +12,31 @@ import pytest
 SUITE = Path(__file__).with_name("interpreted_steps.py")
 
 
-@pytest.mark.timeout(300)
-def test_step_kernels_under_the_interpreter() -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("marks", ["not slow", pytest.param("", marks=pytest.mark.slow)])
+def test_step_kernels_under_the_interpreter(marks: str) -> None:
     # Older interpreters read scalars in a way that new versions of numpy refuse.
     pytest.importorskip("triton", minversion="3.9")
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout", "250", str(SUITE)],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            marks,
+            "--timeout",
+            "400",
+            str(SUITE),
+        ],
         env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         cwd=SUITE.parents[3],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=580,
         check=False,
     )
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]

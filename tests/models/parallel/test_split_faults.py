@@ -7,6 +7,8 @@ import signal
 import time
 from collections.abc import Callable
 
+import pytest
+
 from tests.models.parallel.leading_process import Leading, gone
 
 Begin = Callable[..., Leading]
@@ -33,6 +35,7 @@ def test_ranks_end_with_the_worker_even_where_they_hang(begin: Begin) -> None:
     assert all(gone(pid, 1) for pid in worker.pids)
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_on_a_rank_ends_the_worker(begin: Begin) -> None:
     worker = begin("fail", 2)
     assert worker.process.wait(20) == 1
@@ -41,6 +44,7 @@ def test_a_step_that_fails_on_a_rank_ends_the_worker(begin: Begin) -> None:
     assert "exited with code 1: ValueError: a step fails" in log
 
 
+@pytest.mark.slow
 def test_a_rank_lost_while_others_wait_for_it_ends_the_worker(begin: Begin) -> None:
     worker = begin("hang", 2)
     os.kill(worker.pids[0], signal.SIGKILL)
@@ -48,6 +52,7 @@ def test_a_rank_lost_while_others_wait_for_it_ends_the_worker(begin: Begin) -> N
     assert "was killed by SIGKILL" in worker.log()
 
 
+@pytest.mark.slow
 def test_a_worker_that_ends_by_itself_loses_nobody(begin: Begin) -> None:
     worker = begin("brief", 2)
     assert worker.process.wait(30) == 7
