@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from models.config import ModelError
+from models.config import ModelConfig, ModelError
 from models.device_runner import DeviceRunner
 from models.rows import RowDecoder
 from models.torch_rows import TorchRows
 from models.torch_runner import TorchRunner
+from models.weights import resolve_dtype
+
+if TYPE_CHECKING:
+    from models.cuda.fast_steps import Packer
 
 _PAGE_SIZE = 16
 _FREE_SHARE = 0.85
@@ -33,7 +38,7 @@ class Options:
     """Most tokens of the KV pool; fewer where they do not fit."""
     depth: int
     megakernel: bool
-    """Small steps may take the decoder's fast path, if it has one."""
+    """Small steps run as one persistent kernel where the device and the model's shape allow it."""
 
 
 def open_runner(options: Options) -> DeviceRunner:
@@ -50,7 +55,9 @@ def open_runner(options: Options) -> DeviceRunner:
 
 def _on_cuda(options: Options, pages: int) -> RowDecoder:
     from models.cuda.decoder import CudaDecoder
+    from models.cuda.fast_steps import FastSteps
 
+    packer = _packer(options) if options.megakernel else None
     decoder = CudaDecoder.load(
         options.directory,
         device=options.device,
@@ -58,12 +65,26 @@ def _on_cuda(options: Options, pages: int) -> RowDecoder:
         load_format="dummy" if options.dummy else "safetensors",
         page_size=_PAGE_SIZE,
         context_length=options.context_length,
+        finish_layer=packer.layer if packer else None,
     )
-    if not options.megakernel:
-        decoder.fast_path = None
+    fast = FastSteps(decoder, packer) if packer else None
+    torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(options.device)
     decoder.allocate_kv(min(pages, int(_FREE_SHARE * free) // decoder.kv_bytes_per_page))
+    if fast is not None:
+        fast.attach()
     return decoder
+
+
+def _packer(options: Options) -> Packer | None:
+    """As a worker that has its GPU for itself would pack the weights."""
+    from models.cuda.fast_steps import Packer, obstacle
+
+    config = ModelConfig.load(options.directory)
+    if problem := obstacle(config, resolve_dtype(options.dtype, config), options.device):
+        print(f"small steps are not run as one kernel: {problem}")
+        return None
+    return Packer(config, vocab_size=config.vocab_size, device=options.device)
 
 
 def _on_cpu(options: Options, pages: int) -> RowDecoder:

@@ -13,14 +13,14 @@ from models.tokenizer import Tokenizer
 from models.transformers_config import TransformersConfig
 from models.weights import Checkpoint, locate
 from trouterd.config import Config, Model
-from trouterd.worker.gpu_check import Host, choose_backend, device_problem, memory_problems
+from trouterd.worker.gpu_check import Host, choose_backend, device_problem, may_use_megakernel, memory_problems
 from trouterd.worker.room import gpu_context, model_room, script_room
 
 
 def deep_problems(config: Config) -> list[str]:
     """One line per problem, naming the key and the file: model directories, tokenizers of each route, algorithms."""
     host = Host.this()
-    problems = [problem for name, model in config.models.items() for problem in _model_problems(name, model, host)]
+    problems = [problem for name in config.models for problem in _model_problems(name, config, host)]
     problems += [problem for _, problem in memory_problems(config, host)]
     tokenizers, unreadable = _tokenizers(config)
     problems += unreadable
@@ -56,7 +56,8 @@ def _model_remarks(name: str, model: Model, host: Host) -> Iterable[str]:
             yield f"models.{name}: its context is {shape.context_length}: {shape.bound} of its config.json ends there"
 
 
-def _model_problems(name: str, model: Model, host: Host) -> Iterable[str]:
+def _model_problems(name: str, config: Config, host: Host) -> Iterable[str]:
+    model = config.models[name]
     problem = device_problem(model, host)
     if problem:
         yield f"models.{name}.{problem}"
@@ -75,6 +76,7 @@ def _model_problems(name: str, model: Model, host: Host) -> Iterable[str]:
             gpu_context(name, model, shape)
             if not problem:
                 choose_backend(name, model, shape, host)
+                may_use_megakernel(name, config, host)
         else:
             model_room(name, model, shape)
     except ModelError as error:

@@ -199,11 +199,10 @@ class Model(Section, frozen=True):
         Meta(ge=1, le=4, description="GPU: decode steps in flight; with 2 the GPU never waits for the CPU."),
     ] = 2
     megakernel: Annotated[
-        Literal["auto", "off"],
+        Literal["auto", "on", "off"],
         Meta(
-            description="GPU: 'auto' runs steps of up to 64 rows as one persistent kernel where the GPU and the model's"
-            " shape allow it and a second copy of the weights takes at most 1/8 of the memory; of models that share a GPU"
-            " only the smallest does."
+            description="GPU: run steps of up to 32 rows as one persistent kernel. One model of a GPU can: 'auto' is the"
+            " largest one whose shape and GPU allow it, unless another model there says 'on'."
         ),
     ] = "auto"
     sm_percent: Annotated[

@@ -131,7 +131,22 @@ def _gpu_problems(config: Config) -> list[str]:
             problems.append(f"{key}.load_format: random weights are made on a GPU, but {where}")
         if model.sm_percent:
             problems.append(f"{key}.sm_percent: limits a model on a GPU, but {where}")
-    return problems + _split_problems(config)
+        if model.megakernel == "on":
+            problems.append(f"{key}.megakernel: runs on a GPU, but {where}")
+    return problems + _split_problems(config) + _megakernel_problems(config)
+
+
+def _megakernel_problems(config: Config) -> list[str]:
+    """Two persistent kernels on one GPU could wait for each other for ever."""
+    problems = []
+    for gpu in config.shared_gpus:
+        first, *others = [name for name in config.sharing(gpu) if config.models[name].megakernel == "on"] or [""]
+        problems += [
+            f"models.{name}.megakernel: one model of a GPU can have it, and on GPU {gpu} '{first}' says 'on' as well;"
+            " set one of them to 'off'"
+            for name in others
+        ]
+    return list(dict.fromkeys(problems))
 
 
 def _sm_problems(name: str, config: Config) -> list[str]:

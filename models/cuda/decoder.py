@@ -15,7 +15,7 @@ import torch
 
 from models.batch import StepOutput
 from models.config import ModelConfig, ModelError
-from models.cuda.decoder_weights import DecoderWeights, LayerWeights, MatrixKind, TensorSource, load_weights
+from models.cuda.decoder_weights import DecoderWeights, LayerSink, LayerWeights, MatrixKind, TensorSource, load_weights
 from models.cuda.dummy import DummyWeights
 from models.cuda.heads import HeadShape
 from models.cuda.ragged_prefill import RaggedPrefill, flashinfer_present
@@ -109,6 +109,8 @@ class CudaDecoder:
         self.fast_path: FastPath | None = None
         self.unpack: Callable[[int, MatrixKind], torch.Tensor] | None = None
         """Gives a matrix that `weights` lacks, valid until its next call."""
+        self.packed_bytes = 0
+        """Memory of packed weights and of what they are unpacked into, beside `weights`."""
         self._ragged: RaggedPrefill | None = None
         self._processors = _processors(self.device)
 
@@ -124,6 +126,7 @@ class CudaDecoder:
         vocab_size: int | None = None,
         context_length: int | None = None,
         shard: Shard | None = None,
+        finish_layer: LayerSink | None = None,
     ) -> CudaDecoder:
         """Read a Hugging Face directory.
 
@@ -136,6 +139,7 @@ class CudaDecoder:
             vocab_size: the tokenizer's number of ids; None keeps every row of the LM head.
             context_length: longest sequence served; None takes the model's own, a larger one is refused.
             shard: which part of the model this device holds; None is all of it.
+            finish_layer: gets each layer when it has been read, and may take its matrices if `unpack` is to give them.
 
         Raises:
             ModelError: naming the file, field or device and what is wrong with it, before weights are read where possible.
@@ -152,7 +156,9 @@ class CudaDecoder:
             torch.set_float32_matmul_precision("highest")
         with torch.no_grad():
             tensors = _open(directory, config, load_format, kind, place)
-            weights = load_weights(tensors, config, part, dtype=kind, device=place, vocab_size=ids)
+            weights = load_weights(
+                tensors, config, part, dtype=kind, device=place, vocab_size=ids, finish_layer=finish_layer
+            )
             return cls(config, weights, part, dtype=kind, page_size=page_size, vocab_size=ids, context_length=context)
 
     @property
@@ -169,8 +175,8 @@ class CudaDecoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights on this device."""
-        return self.weights.bytes()
+        """Bytes of weights on this device, in all forms in which they are kept."""
+        return self.weights.bytes() + self.packed_bytes
 
     def workspace_bytes(self, rows: int, logit_rows: int) -> int:
         """Bytes that `forward` holds at once besides weights, K and V, with T and R as given; without libraries' workspaces."""

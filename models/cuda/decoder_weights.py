@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -39,6 +39,10 @@ class LayerWeights:
     """[outputs], where the model has them. A row-parallel product's bias is on rank 0 alone."""
 
 
+LayerSink = Callable[[int, LayerWeights], None]
+"""Is told of each layer when it has been read, before the next one takes memory; may take matrices out of it."""
+
+
 @dataclass(slots=True)
 class DecoderWeights:
     """Everything that a rank reads in a step besides K and V."""
@@ -73,6 +77,7 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     vocab_size: int,
+    finish_layer: LayerSink | None = None,
 ) -> DecoderWeights:
     """Read this shard's part of a model; besides the result, one tensor at a time takes memory. Raises ModelError.
 
@@ -83,6 +88,7 @@ def load_weights(
         dtype: of the weights.
         device: where they go.
         vocab_size: rows of the LM head to keep: the tokenizer's ids without padding rows.
+        finish_layer: gets each layer.
     """
     loader = _Loader(source, config, shard, dtype, device)
     head_rows = -(-vocab_size // (shard.world * _HEAD_BLOCK)) * _HEAD_BLOCK
@@ -94,7 +100,11 @@ def load_weights(
     else:
         head = loader.zeros(head_rows, config.hidden_size)
         loader.fill(head, "lm_head.weight", slice(min(block.start, vocab_size), min(block.stop, vocab_size)))
-    layers = [loader.layer(f"model.layers.{index}.") for index in range(config.num_layers)]
+    layers = []
+    for index in range(config.num_layers):
+        layers.append(loader.layer(f"model.layers.{index}."))
+        if finish_layer is not None:
+            finish_layer(index, layers[-1])
     return DecoderWeights(embedding, loader.vector("model.norm.weight"), head, layers)
 
 

@@ -6,28 +6,73 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from models.config import ModelConfig
+from models.cuda.decoder_weights import LayerWeights
 from models.cuda.megakernel import Launcher, Megakernel, unsupported
-from models.cuda.packed_weights import PackedWeights
+from models.cuda.packed_weights import KINDS, PackedWeights
+from models.cuda.unpacker import Unpacker
 
 if TYPE_CHECKING:
     from models.cuda.decoder import CudaDecoder
 
 COPY_SHARE = 8
-"""The packed copy of the weights may take this part of the device's memory: larger steps still read the plain matrices."""
+"""Where a packed copy of the weights takes more than this part of the device's memory, layers are kept packed only."""
+
+
+class Packer:
+    """Packs layers while a decoder is being loaded: its `layer` is the decoder's `finish_layer`.
+
+    Args:
+        config: the model's shape; `obstacle` says whether it can be packed.
+        vocab_size: rows of the LM head to keep.
+        device: where everything lies.
+        alone: take a layer's plain matrices away when it is packed, so that one layer at a time exists twice. None does so
+            where a copy of all of them would be too large for the device.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, vocab_size: int, device: torch.device, alone: bool | None = None
+    ) -> None:
+        self.alone = _is_large(config, device) if alone is None else alone
+        # Under MPS this is the number of SMs that this process may use at once: all blocks must be resident.
+        grid = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+        self.weights = PackedWeights(config, vocab_size=vocab_size, grid=grid, device=device)
+
+    def layer(self, index: int, layer: LayerWeights) -> None:
+        """Pack a layer that has just been read."""
+        for kind in KINDS:
+            self.weights.put_matrix(index, kind, layer.matrices[kind])
+            if self.alone:
+                del layer.matrices[kind]
+        self.weights.put_vectors(
+            index,
+            input_norm=layer.input_norm,
+            mlp_norm=layer.mlp_norm,
+            qk_norm=layer.qk_norm,
+            biases=layer.biases,
+        )
 
 
 class FastSteps:
-    """A packed copy of a decoder's weights, and the kernel over it for each KV pool that the decoder gets.
+    """A decoder's packed weights, and the kernel over them for each KV pool that the decoder gets.
 
     Args:
-        decoder: its weights are packed here; `obstacle` says whether they can be.
+        decoder: was loaded with the packer's `layer`.
+        packer: has its layers; the embedding and the LM head follow here, and stay in the decoder as well.
         launcher: how the kernel is started; None compiles it for the GPU.
     """
 
-    def __init__(self, decoder: CudaDecoder, launcher: Launcher | None = None) -> None:
+    def __init__(self, decoder: CudaDecoder, packer: Packer, launcher: Launcher | None = None) -> None:
         self._decoder = decoder
         self._launcher = launcher
-        self.weights = _pack(decoder)
+        self.weights = packer.weights
+        held = decoder.weights
+        self.weights.put_ends(held.embedding, held.norm, held.head)
+        decoder.packed_bytes = self.weights.bytes()
+        if packer.alone:
+            unpacker = Unpacker(self.weights)
+            decoder.unpack = unpacker
+            decoder.packed_bytes += unpacker.bytes()
 
     def attach(self) -> None:
         """Build the kernel over the decoder's KV pool. Raises ModelError: it cannot be compiled, or pages do not suit it."""
@@ -45,30 +90,14 @@ class FastSteps:
         self._decoder.fast_path = None
 
 
-def obstacle(decoder: CudaDecoder) -> str:
-    """Why a decoder on a CUDA device gets no fast steps; '' if it can have them."""
-    if decoder.shard.world > 1:
-        return "the megakernel runs models on one GPU"
-    properties = torch.cuda.get_device_properties(decoder.device)
-    reason = unsupported(decoder.config, decoder.dtype, (properties.major, properties.minor))
-    if reason or decoder.weight_bytes * COPY_SHARE <= properties.total_memory:
-        return reason
-    return f"its second copy of the weights would take more than 1/{COPY_SHARE} of the GPU's memory"
+def obstacle(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """Why a model of this shape gets no fast steps on a CUDA device; '' if it can have them."""
+    properties = torch.cuda.get_device_properties(device)
+    return unsupported(config, dtype, (properties.major, properties.minor))
 
 
-def _pack(decoder: CudaDecoder) -> PackedWeights:
-    held, device = decoder.weights, decoder.device
-    # Under MPS this is the number of SMs that this process may use at once: all blocks must be resident.
-    grid = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    packed = PackedWeights(decoder.config, vocab_size=decoder.vocab_size, grid=grid, device=device)
-    for index, layer in enumerate(held.layers):
-        packed.put_layer(
-            index,
-            input_norm=layer.input_norm,
-            mlp_norm=layer.mlp_norm,
-            qk_norm=layer.qk_norm,
-            matrices=layer.matrices,
-            biases=layer.biases,
-        )
-    packed.put_ends(held.embedding, held.norm, held.head)
-    return packed
+def _is_large(config: ModelConfig, device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    size = config.parameters() * torch.bfloat16.itemsize
+    return size * COPY_SHARE > torch.cuda.get_device_properties(device).total_memory

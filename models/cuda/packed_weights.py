@@ -73,7 +73,23 @@ class PackedWeights:
             biases: [outputs] of those that have one.
         """
         for kind in KINDS:
-            self.layouts[kind].pack(matrices[kind], self._matrix(index, kind))
+            self.put_matrix(index, kind, matrices[kind])
+        self.put_vectors(index, input_norm=input_norm, mlp_norm=mlp_norm, qk_norm=qk_norm, biases=biases)
+
+    def put_matrix(self, index: int, kind: MatrixKind, matrix: torch.Tensor) -> None:
+        """Pack one matrix [outputs, inputs] of a layer."""
+        self.layouts[kind].pack(matrix, self.matrix(index, kind))
+
+    def put_vectors(
+        self,
+        index: int,
+        *,
+        input_norm: torch.Tensor,
+        mlp_norm: torch.Tensor,
+        qk_norm: torch.Tensor | None,
+        biases: Mapping[MatrixKind, torch.Tensor],
+    ) -> None:
+        """A layer's norms and biases, as in `put_layer`."""
         vectors = {"input_norm": input_norm, "mlp_norm": mlp_norm}
         if qk_norm is not None:
             vectors |= {"q_norm": qk_norm[0], "k_norm": qk_norm[1]}
@@ -92,13 +108,14 @@ class PackedWeights:
 
     def unpack(self, index: int, kind: MatrixKind) -> torch.Tensor:
         """[outputs, inputs] one of a layer's matrices, as it was put in."""
-        return self.layouts[kind].unpack(self._matrix(index, kind))
+        return self.layouts[kind].unpack(self.matrix(index, kind))
 
     def bytes(self) -> int:
         """Memory of what is packed, without the embedding."""
         return self.stream.nbytes + self.vectors.nbytes
 
-    def _matrix(self, index: int, kind: MatrixKind) -> torch.Tensor:
+    def matrix(self, index: int, kind: MatrixKind) -> torch.Tensor:
+        """[elements] a matrix as it lies in the stream."""
         first = index * self.layer_elements + self.offset(kind)
         return self.stream[first : first + self.layouts[kind].elements]
 

@@ -8,6 +8,7 @@ mega/product.cuh). mega/stream.cuh walks the result with the same arithmetic.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +18,8 @@ BLOCK = 32
 TILE_UNITS = 15
 _ELEMENTS = UNIT * BLOCK
 _PAIRS = (0, 2, 1, 3)
+_SLICE_BYTES = 32 << 20
+"""A matrix is packed in slices of about this size, so that a large one leaves room for another while it is packed."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Layout:
     inputs: int
     grid: int
     interleaved: bool = False
-    _places: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    _tables: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def units(self) -> int:
@@ -74,30 +77,43 @@ class Layout:
     def pack(self, weight: torch.Tensor, out: torch.Tensor) -> None:
         """Write `weight` [outputs, inputs] to `out` [elements], on one device."""
         if self.interleaved:
-            weight = weight.view(2, -1, self.inputs).transpose(0, 1).reshape(self.outputs, self.inputs)
-        missing = self.units * UNIT - self.outputs
-        if missing:
-            weight = torch.cat((weight, weight.new_zeros(missing, self.inputs)))
-        pairs = weight.view(self.units, UNIT, self.blocks, 4, 4, 2)[..., list(_PAIRS), :]
-        blocks = pairs.transpose(1, 2).reshape(-1, _ELEMENTS)
-        out.view(-1, _ELEMENTS).index_copy_(0, self._place(out.device), blocks)
+            weight = weight.view(2, -1, self.inputs).transpose(0, 1)  # [outputs / 2, 2, inputs]
+        for units in self._slices():
+            step = 2 if self.interleaved else 1
+            rows = weight[units.start * UNIT // step : units.stop * UNIT // step].reshape(-1, self.inputs)
+            missing = len(units) * UNIT - len(rows)
+            if missing:
+                rows = torch.cat((rows, rows.new_zeros(missing, self.inputs)))
+            pairs = rows.view(len(units), UNIT, self.blocks, 4, 4, 2)[..., list(_PAIRS), :]
+            blocks = pairs.transpose(1, 2).reshape(-1, _ELEMENTS)
+            out.view(-1, _ELEMENTS).index_copy_(0, self._place(units, out.device), blocks)
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
         """[outputs, inputs] from what `pack` wrote."""
-        blocks = packed.view(-1, _ELEMENTS).index_select(0, self._place(packed.device))
+        blocks = packed.view(-1, _ELEMENTS).index_select(0, self._place(range(self.units), packed.device))
         pairs = blocks.view(self.units, self.blocks, UNIT, 4, 4, 2)[..., list(_PAIRS), :]
         weight = pairs.transpose(1, 2).reshape(self.units * UNIT, self.inputs)[: self.outputs]
         if self.interleaved:
             weight = weight.view(-1, 2, self.inputs).transpose(0, 1).reshape(self.outputs, self.inputs)
         return weight
 
-    def _place(self, device: torch.device) -> torch.Tensor:
-        """[units * blocks] where each block of each unit goes."""
-        if device not in self._places:
-            first, size = torch.tensor(self.tiles(), device=device).unbind(1)
-            start = first.repeat_interleave(size)[:, None]
-            width = size.repeat_interleave(size)[:, None]
-            unit = torch.arange(self.units, device=device)[:, None]
-            block = torch.arange(self.blocks, device=device)
-            self._places[device] = (start * self.blocks + block * width + unit - start).flatten()
-        return self._places[device]
+    def unit_table(self, device: torch.device) -> torch.Tensor:
+        """[2, units] int32: first unit and number of units of each unit's tile."""
+        if device not in self._tables:
+            tiles = torch.tensor(self.tiles(), dtype=torch.int32)
+            self._tables[device] = tiles.repeat_interleave(tiles[:, 1], dim=0).t().contiguous().to(device)
+        return self._tables[device]
+
+    def _slices(self) -> Iterator[range]:
+        """All units in turn, as many at a time as are packed at once."""
+        size = max(_SLICE_BYTES // (self.blocks * _ELEMENTS * 2), 1)
+        for first in range(0, self.units, size):
+            yield range(first, min(first + size, self.units))
+
+    def _place(self, units: range, device: torch.device) -> torch.Tensor:
+        """[len(units) * blocks] where each block of each of these units goes."""
+        start, width = self.unit_table(device)[:, units.start : units.stop, None].long()
+        unit = torch.arange(units.start, units.stop, device=device)[:, None]
+        block = torch.arange(self.blocks, device=device)
+        place: torch.Tensor = start * self.blocks + block * width + unit - start
+        return place.flatten()

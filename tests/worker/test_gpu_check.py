@@ -28,6 +28,10 @@ H200 = gpu_check.Gpu("NVIDIA H200", (9, 0), 140 * GIB)
 OLD = gpu_check.Gpu("Tesla T4", (7, 5), 15 * GIB)
 
 
+WIDE = {"hidden": 256, "heads": 8, "kv_heads": 2, "head_dim": 64, "ffn": 384}
+"""A shape that the megakernel takes."""
+
+
 def host(*gpus: gpu_check.Gpu, triton: bool = True, flashinfer: str = "") -> Host:
     return Host(gpus or (H200,), triton, flashinfer)
 
@@ -148,19 +152,32 @@ def test_weights_that_do_not_fit_name_the_largest(directory: Path, tmp_path: Pat
     assert len(list(memory_problems(Config(models=floats), fits))) == 1
 
 
-def test_one_persistent_kernel_on_a_gpu(directory: Path, tmp_path: Path) -> None:
-    large = tiny_qwen3(tmp_path / "large")
-    shape = json.loads((large / "config.json").read_text()) | {"vocab_size": 4000}
-    (large / "config.json").write_text(json.dumps(shape))
-    models = {
-        "large": on_gpu(large, tensor_parallel=2),
-        "small": on_gpu(directory),
-        "twin": on_gpu(directory),
-        "alone": on_gpu(large, "cuda:2"),
-        "off": on_gpu(directory, "cuda:3", megakernel="off"),
-    }
-    allowed = [name for name in models if may_use_megakernel(name, Config(models=models))]
-    assert allowed == ["small", "alone"]
+def test_one_persistent_kernel_on_a_gpu(tmp_path: Path) -> None:
+    directory = tiny_qwen3(tmp_path / "small", **WIDE)
+    large = tiny_qwen3(tmp_path / "large", vocab=4000, **WIDE)
+    four = host(*[H200] * 4)
+
+    def chosen(where: Host = four, **models: Model) -> list[str]:
+        return [name for name in models if may_use_megakernel(name, Config(models=models), where)]
+
+    small, huge = on_gpu(directory), on_gpu(large)
+    assert chosen(small=small, large=huge, twin=huge) == ["large"]
+    assert chosen(small=small, far=on_gpu(large, "cuda:2"), on_cpu=on_gpu(large, "cpu")) == ["small", "far"]
+    # The largest of those that can: not split, not float32, not off, on pages and GPUs that suit it.
+    split = on_gpu(large, tensor_parallel=2)
+    for other in (split, on_gpu(large, dtype="float32"), on_gpu(large, page_size=8), on_gpu(large, megakernel="off")):
+        assert chosen(small=small, large=other) == ["small"]
+    assert chosen(small=small, large=on_gpu(large, backend="torch"), gone=on_gpu("nowhere")) == ["small"]
+    assert chosen(Host((H200,), triton=True, nvcc=False), small=small) == []
+    assert chosen(host(gpu_check.Gpu("A100", (8, 0), 80 * GIB)), small=small) == []
+    assert chosen(small=on_gpu(directory, megakernel="on"), large=huge, far=on_gpu(large, "cuda:1")) == ["small", "far"]
+    with pytest.raises(ModelError, match=r"models.m.megakernel: .*bfloat16, not float32; set it to 'auto' or 'off'"):
+        chosen(m=on_gpu(directory, megakernel="on", dtype="float32"))
+    asked = {"m": on_gpu(directory, megakernel="on", page_size=8)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Host, "this", lambda: four)
+        (problem,) = deep_problems(Config(models=asked))
+    assert problem.startswith("models.m.megakernel: it needs pages of a multiple of 16 tokens, not 8")
 
 
 def test_weights_of_other_architectures_are_their_files(tmp_path: Path) -> None:

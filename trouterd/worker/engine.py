@@ -29,12 +29,12 @@ from trouterd.worker.gpu_check import (
     may_use_megakernel,
     memory_problems,
 )
-from trouterd.worker.gpu_engine import DecoderWeights, FastSteps, GpuEngine, PooledRunner, TorchWeights, Weights
+from trouterd.worker.gpu_engine import DecoderWeights, GpuEngine, PooledRunner, TorchWeights, Weights
 from trouterd.worker.room import gpu_context, model_room, script_room
 from trouterd.worker.route import ModelFacts
 
 if TYPE_CHECKING:
-    from models.cuda.decoder import CudaDecoder
+    from models.cuda.fast_steps import Packer
 
 log = logging.getLogger(__name__)
 
@@ -126,18 +126,22 @@ def _load_on_gpu(name: str, config: Config, shape: Shape, host: Host) -> Loaded:
             facts = _facts(runner, device)
         else:
             from models.cuda.decoder import CudaDecoder
+            from models.cuda.fast_steps import FastSteps
 
+            vocab_size = vocabulary_size(model.tokenizer_folder)
+            packer = _packer(name, config, shape, vocab_size, host)
             decoder = CudaDecoder.load(
                 Path(model.path),
                 device=device,
                 dtype=model.element_type,
                 load_format="dummy" if model.load_format == "dummy" else "safetensors",
                 page_size=model.page_size,
-                vocab_size=vocabulary_size(model.tokenizer_folder),
+                vocab_size=vocab_size,
                 context_length=context,
+                finish_layer=packer.layer if packer else None,
             )
             decoder.ragged_prefill &= backend.ragged_prefill
-            weights = DecoderWeights(decoder, model, _fast_steps(name, config, decoder))
+            weights = DecoderWeights(decoder, model, FastSteps(decoder, packer) if packer else None)
             facts = ModelFacts(decoder.vocab_size, decoder.hidden_size, device, decoder.weights.embedding)
     except torch.OutOfMemoryError as error:
         raise ModelError(
@@ -170,18 +174,16 @@ def _load_split(name: str, model: Model, shape: Shape, host: Host, ranks: Ranks)
     return Loaded(facts, GpuEngine(name, model, DecoderWeights(decoder, model), context, meter), backend.name)
 
 
-def _fast_steps(name: str, config: Config, decoder: CudaDecoder) -> FastSteps | None:
-    """The megakernel of a model that may have it."""
-    from models.cuda import fast_steps
-    from models.cuda.nvcc import find_nvcc
+def _packer(name: str, config: Config, shape: Shape, vocab_size: int, host: Host) -> Packer | None:
+    """What packs the weights of the model that has its GPU's persistent kernel."""
+    if not isinstance(shape, ModelConfig) or not may_use_megakernel(name, config, host):
+        return None
+    from models.cuda.fast_steps import Packer
 
-    if not may_use_megakernel(name, config):
-        return None
-    reason = fast_steps.obstacle(decoder) or ("" if find_nvcc() else "nvcc, which compiles it, is not installed")
-    if reason:
-        log.info("models.%s: small steps are not run as one kernel: %s", name, reason)
-        return None
-    return fast_steps.FastSteps(decoder)
+    model = config.models[name]
+    packer = Packer(shape, vocab_size=vocab_size, device=torch.device("cuda", model.gpus[0]))
+    log.info("%s: small steps run as one kernel%s", name, "; its weights are kept packed only" * packer.alone)
+    return packer
 
 
 def _torch_runner(model: Model, shape: Shape, pages: int, context: int) -> PooledRunner:

@@ -11,7 +11,8 @@ import torch
 
 from models.config import ModelConfig, ModelError
 from models.cuda.nvcc import find_nvcc
-from models.shape import Shape
+from models.shape import Shape, load_shape
+from models.weights import DTYPES
 from trouterd.config import Config, Model
 from trouterd.memory import gib, weights_per_gpu
 
@@ -38,6 +39,8 @@ class Host:
     triton: bool
     flashinfer: str = ""
     """Why FlashInfer cannot be used; '' if it can."""
+    nvcc: bool = True
+    """The megakernel can be compiled."""
 
     @classmethod
     def this(cls) -> Host:
@@ -46,7 +49,7 @@ class Host:
         for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
             facts = torch.cuda.get_device_properties(index)
             gpus.append(Gpu(facts.name, (facts.major, facts.minor), facts.total_memory))
-        return cls(tuple(gpus), _is_installed("triton"), _flashinfer_problem())
+        return cls(tuple(gpus), _is_installed("triton"), _flashinfer_problem(), find_nvcc() is not None)
 
 
 def _is_installed(package: str) -> bool:
@@ -141,20 +144,58 @@ def _obstacle(model: Model, shape: Shape, host: Host) -> str:
     return ""
 
 
-def may_use_megakernel(name: str, config: Config) -> bool:
-    """Whether a model's small steps may run as one persistent kernel.
+def may_use_megakernel(name: str, config: Config, host: Host) -> bool:
+    """Whether a model's small steps run as one persistent kernel. Every model of a GPU finds the same answer on its own.
 
-    Its blocks wait for each other, so that all of them must be on the GPU at once. Two such kernels side by side could each
-    hold what the other waits for: of models that share a GPU only the one with the least weights gets it.
+    The kernel's blocks wait for each other, so that all of them must be on the GPU at once. Two such kernels side by side
+    could each hold what the other waits for: of models that share a GPU one alone gets it, the one that says "on" or else
+    the one with the most weights, whose steps gain most by it.
+
+    Raises:
+        ModelError: the model says "on" and cannot, with the reason.
     """
     model = config.models[name]
-    if model.megakernel == "off":
-        return False
-    return all(_smallest(config, gpu) == name for gpu in model.gpus)
+    if model.megakernel == "on":
+        if problem := megakernel_problem(model, host):
+            raise ModelError(f"models.{name}.megakernel: {problem}; set it to 'auto' or 'off'")
+        return True
+    return bool(model.gpus) and _megakernel_owner(config, model.gpus[0], host) == name
 
 
-def _smallest(config: Config, gpu: int) -> str:
-    return min(config.sharing(gpu), key=lambda name: weights_per_gpu(config.models[name]))
+def _megakernel_owner(config: Config, gpu: int, host: Host) -> str:
+    """Which model of a GPU has the persistent kernel; '' if none has it."""
+    models = {name: config.models[name] for name in config.sharing(gpu)}
+    for name, model in models.items():
+        if model.megakernel == "on":
+            return name
+    able = [
+        name for name, model in models.items() if model.megakernel == "auto" and not megakernel_problem(model, host)
+    ]
+    return max(able, key=lambda name: weights_per_gpu(models[name]), default="")
+
+
+def megakernel_problem(model: Model, host: Host) -> str:
+    """Why small steps of a model on a GPU of this host cannot run as one persistent kernel; '' if they can."""
+    if not model.gpus:
+        return "it is for models on a GPU"
+    if model.tensor_parallel > 1:
+        return "it runs models on one GPU"
+    if model.backend == "torch":
+        return "the torch backend does not have it"
+    try:
+        shape = load_shape(Path(model.path))
+    except ModelError as error:
+        return str(error)
+    reason = _obstacle(model, shape, host)
+    if reason or not isinstance(shape, ModelConfig):
+        return f"it needs the flashinfer backend: {reason}"
+    if not host.nvcc:
+        return "nvcc, which compiles it, is not on the PATH or in CUDA_HOME"
+    from models.cuda.megakernel import KEY_TILE, unsupported
+
+    if model.page_size % KEY_TILE:
+        return f"it needs pages of a multiple of {KEY_TILE} tokens, not {model.page_size}"
+    return unsupported(shape, DTYPES[model.element_type], host.gpus[model.gpus[0]].capability)
 
 
 def memory_problems(config: Config, host: Host) -> Iterator[tuple[int, str]]:

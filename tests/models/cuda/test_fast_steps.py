@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from models.config import ModelConfig
-from models.cuda import fast_steps
-from models.cuda.decoder_weights import load_weights
-from models.cuda.fast_steps import FastSteps, obstacle
+from models.cuda import fast_steps, packing
+from models.cuda.decoder_weights import MATRICES, LayerWeights, load_weights
+from models.cuda.fast_steps import FastSteps, Packer, obstacle
 from models.cuda.megakernel import Megakernel
+from models.cuda.packing import Layout
 from models.cuda.shard import Shard
 from models.decoder import Decoder
 from models.weights import Checkpoint
@@ -32,11 +33,21 @@ class NoLauncher:
         raise AssertionError("nothing is to be started here")
 
 
-def decoder_of(directory: Path, vocab_size: int) -> CudaDecoder:
+def packer_of(directory: Path, vocab_size: int, alone: bool = False) -> Packer:
+    return Packer(ModelConfig.load(directory), vocab_size=vocab_size, device=CPU, alone=alone)
+
+
+def decoder_of(directory: Path, packer: Packer) -> CudaDecoder:
     """The parts of a decoder that are read."""
-    config = ModelConfig.load(directory)
+    config, vocab_size = ModelConfig.load(directory), packer.weights.vocab_size
     weights = load_weights(
-        Checkpoint(directory, config), config, Shard(), dtype=torch.bfloat16, device=CPU, vocab_size=vocab_size
+        Checkpoint(directory, config),
+        config,
+        Shard(),
+        dtype=torch.bfloat16,
+        device=CPU,
+        vocab_size=vocab_size,
+        finish_layer=packer.layer,
     )
     pool = torch.zeros(config.num_layers, 5, config.num_kv_heads, 16, config.head_dim, dtype=torch.bfloat16)
     parts = {
@@ -49,17 +60,19 @@ def decoder_of(directory: Path, vocab_size: int) -> CudaDecoder:
         "v_cache": pool.clone(),
         "rotations": half_rotations(config, 64),
         "fast_path": None,
-        "shard": Shard(),
-        "weight_bytes": weights.bytes(),
+        "unpack": None,
+        "packed_bytes": 0,
     }
     return cast("CudaDecoder", SimpleNamespace(**parts))
 
 
+@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
-def test_packed_as_the_reference(tmp_path: Path, family: str) -> None:
+def test_packed_as_the_reference(tmp_path: Path, family: str, alone: bool) -> None:
     directory = tiny_model(tmp_path, family, dtype=torch.bfloat16, **WIDE)
     ids = VOCAB - 2
-    fast = FastSteps(decoder_of(directory, ids), NoLauncher())
+    packer = packer_of(directory, ids, alone)
+    fast = FastSteps(decoder_of(directory, packer), packer, NoLauncher())
     reference = Decoder(
         directory,
         ModelConfig.load(directory),
@@ -76,8 +89,10 @@ def test_packed_as_the_reference(tmp_path: Path, family: str) -> None:
 
 
 def test_kernel_goes_with_its_pool(tmp_path: Path) -> None:
-    decoder = decoder_of(tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16, **WIDE), VOCAB)
-    fast = FastSteps(decoder, NoLauncher())
+    directory = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16, **WIDE)
+    packer = packer_of(directory, VOCAB)
+    decoder = decoder_of(directory, packer)
+    fast = FastSteps(decoder, packer, NoLauncher())
     fast.attach()
     assert isinstance(decoder.fast_path, Megakernel)
     assert any(tensor is decoder.k_cache for tensor in decoder.fast_path._tensors)
@@ -85,17 +100,79 @@ def test_kernel_goes_with_its_pool(tmp_path: Path) -> None:
     assert decoder.fast_path is None
 
 
-def test_obstacles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = decoder_of(tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16, **WIDE), VOCAB)
-    size = decoder.weight_bytes
+def test_one_layer_at_a_time_exists_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a layer is given to the packer, the layers before it have no plain matrices any more."""
+    directory = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16, layers=3, **WIDE)
+    packer = packer_of(directory, VOCAB, alone=True)
+    seen: list[LayerWeights] = []
+    held: list[list[int]] = []
+    pack = packer.layer
 
-    def on(major: int, memory: int) -> str:
-        facts = SimpleNamespace(major=major, minor=0, total_memory=memory, multi_processor_count=132)
+    def layer(index: int, weights: LayerWeights) -> None:
+        seen.append(weights)
+        held.append([len(one.matrices) for one in seen])
+        pack(index, weights)
+
+    monkeypatch.setattr(packer, "layer", layer)
+    decoder = decoder_of(directory, packer)
+    assert held == [[4], [0, 4], [0, 0, 4]]
+    FastSteps(decoder, packer, NoLauncher())
+    assert decoder.unpack is not None
+    workspace = 2 * max(layout.outputs * layout.inputs for layout in packer.weights.layouts.values())
+    assert decoder.packed_bytes == packer.weights.bytes() + workspace
+
+
+def test_plain_matrices_stay_where_there_is_room(tmp_path: Path) -> None:
+    directory = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16, **WIDE)
+    packer = packer_of(directory, VOCAB)
+    decoder = decoder_of(directory, packer)
+    FastSteps(decoder, packer, NoLauncher())
+    assert all(set(layer.matrices) == set(MATRICES) for layer in decoder.weights.layers)
+    assert decoder.unpack is None
+    assert decoder.packed_bytes == packer.weights.bytes()
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "grid", "interleaved"),
+    [(40, 64, 4, False), (37, 96, 3, False), (512, 544, 4, True), (4000, 64, 7, True)],
+)
+def test_packed_in_slices(
+    monkeypatch: pytest.MonkeyPatch, outputs: int, inputs: int, grid: int, interleaved: bool
+) -> None:
+    layout = Layout(outputs, inputs, grid, interleaved)
+    weight = torch.randn(outputs, inputs).to(torch.bfloat16)
+    whole, sliced = (torch.zeros(layout.elements, dtype=torch.bfloat16) for _ in range(2))
+    layout.pack(weight, whole)
+    monkeypatch.setattr(packing, "_SLICE_BYTES", 3 * 8 * inputs * 2)
+    layout.pack(weight, sliced)
+    assert torch.equal(whole, sliced)
+    assert torch.equal(layout.unpack(whole), weight)
+
+
+def test_large_models_are_packed_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig.load(tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16, **WIDE))
+    size = 2 * config.parameters()
+
+    def on(memory: int) -> bool:
+        facts = SimpleNamespace(total_memory=memory, multi_processor_count=5)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
-        return obstacle(decoder)
+        monkeypatch.setattr(fast_steps, "PackedWeights", lambda config, **options: SimpleNamespace(**options))
+        packer = Packer(config, vocab_size=VOCAB, device=torch.device("cuda"))
+        assert packer.weights.grid == 5
+        return packer.alone
 
-    assert on(9, size * fast_steps.COPY_SHARE) == ""
-    assert "second copy of the weights" in on(9, size * fast_steps.COPY_SHARE - 1)
-    assert "compute capability 9.0" in on(8, 1 << 60)
-    decoder.shard = Shard(0, 2)
-    assert "one GPU" in on(9, 1 << 60)
+    assert not on(size * fast_steps.COPY_SHARE)
+    assert on(size * fast_steps.COPY_SHARE - 1)
+
+
+def test_obstacles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig.load(tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16, **WIDE))
+
+    def on(major: int, dtype: torch.dtype = torch.bfloat16) -> str:
+        facts = SimpleNamespace(major=major, minor=0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+        return obstacle(config, dtype, torch.device("cuda"))
+
+    assert on(9) == ""
+    assert "compute capability 9.0" in on(8)
+    assert "bfloat16" in on(9, torch.float32)
