@@ -19,12 +19,16 @@ COMPILER = shutil.which("g++")
 
 
 class EmulatedLauncher:
-    """A `Launcher`; `seed` picks the order in which warps run and copies land."""
+    """A `Launcher`; `seed` picks the order in which warps run, and copies and stores land."""
 
-    def __init__(self, weights: PackedWeights, flags: tuple[str, ...] = ()) -> None:
+    def __init__(self, weights: PackedWeights, flags: tuple[str, ...] = (), marked_rows: int = 0) -> None:
         self.seed = 0
-        self._library = ctypes.CDLL(str(_build((*variant_flags(weights), *flags))))
+        self._library = ctypes.CDLL(str(_build((*variant_flags(weights, marked_rows), *flags))))
         assert self._library.params_size() == ctypes.sizeof(Params)
+
+    def slow_stores(self, rounds: int) -> None:
+        """Let some stores land so many rounds of the emulator late."""
+        self._library.set_slowest_store(rounds)
 
     def launch(self, params: Params, rows: int, grid: int) -> None:
         """Run it to its end."""
