@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-FRACTION = 0.05
+FRACTION = 0.1
 NAMES = ("small", "large")
 PROMPTS = ("The river", "12 + 7 =", "x", "a longer prompt, of more than one page of tokens, to be fed at once")
 
