@@ -228,7 +228,8 @@ class GpuLauncher:
 
 def variant_flags(weights: PackedWeights, marked_rows: int = MARKED_ROWS) -> tuple[str, ...]:
     """What the kernel is compiled for: the sizes of its tiles and heads, and which variants do without barriers."""
-    assert marked_rows <= ROW_COUNTS[1], "scratch has no room for more"
+    if marked_rows > ROW_COUNTS[1]:
+        raise ValueError(f"marked_rows {marked_rows}: scratch has room for {ROW_COUNTS[1]}")
     layouts = weights.layouts
     norm = layouts["qkv"].tile_mask() | layouts["gate_up"].tile_mask() | weights.head_layout.tile_mask()
     plain = layouts["o"].tile_mask() | layouts["down"].tile_mask()
