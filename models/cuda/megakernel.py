@@ -24,10 +24,6 @@ ROW_COUNTS = (8, 16, 32, 64)
 """Rows for which the kernel is compiled; a step takes the smallest that holds it."""
 KEY_TILE = 16
 """A page holds a multiple of so many tokens."""
-MARKED_ROWS = 0
-"""Variants for up to so many rows, of models up to `_MARKED_HIDDEN` wide, pass activations on without barriers (marks.cuh)."""
-_MARKED_HIDDEN = 4096
-_MARKED_COPIES = 3
 _QUERY_BLOCK = 64
 _SOURCES = Path(__file__).parent / "mega"
 
@@ -99,7 +95,6 @@ class Megakernel:
         group = config.num_heads // config.num_kv_heads
         self._split_tasks = 4 * weights.grid
         scratch = self._scratch
-        rows = max(MAX_ROWS, _MARKED_COPIES * ROW_COUNTS[1])
         self._params = Params(
             layer_bytes=weights.layer_elements * 2,
             stream=weights.stream.data_ptr(),
@@ -111,10 +106,10 @@ class Megakernel:
             k_cache=k_cache.data_ptr(),
             v_cache=v_cache.data_ptr(),
             cache_layer=k_cache.stride(0),
-            x=scratch(2 * rows * config.hidden_size, torch.bfloat16),
-            qkv=scratch(rows * (config.q_size + 2 * config.kv_size), torch.bfloat16),
-            attended=scratch(rows * config.q_size, torch.bfloat16),
-            act=scratch(rows * config.intermediate_size, torch.bfloat16),
+            x=scratch(MAX_ROWS * config.hidden_size, torch.bfloat16),
+            qkv=scratch(MAX_ROWS * (config.q_size + 2 * config.kv_size), torch.bfloat16),
+            attended=scratch(MAX_ROWS * config.q_size, torch.bfloat16),
+            act=scratch(MAX_ROWS * config.intermediate_size, torch.bfloat16),
             partial=scratch(self._split_tasks * _QUERY_BLOCK * config.head_dim, torch.float32),
             partial_sums=scratch(self._split_tasks * _QUERY_BLOCK * 2, torch.float32),
             # A run's further blocks of query rows count on from its first row.
@@ -199,14 +194,10 @@ class GpuLauncher:
     """
 
     def __init__(
-        self,
-        weights: PackedWeights,
-        flags: tuple[str, ...] = (),
-        row_counts: tuple[int, ...] = ROW_COUNTS,
-        marked_rows: int = MARKED_ROWS,
+        self, weights: PackedWeights, flags: tuple[str, ...] = (), row_counts: tuple[int, ...] = ROW_COUNTS
     ) -> None:
         self._device = weights.device
-        shape = (*variant_flags(weights, marked_rows), *flags)
+        shape = (*variant_flags(weights), *flags)
         units = [(f"-DMEGA_ROWS={rows}", *shape) for rows in row_counts]
         self._library = load_library(_SOURCES, units, "megakernel.cu")
         self._functions = {rows: self._function(f"mega_launch_{rows}") for rows in row_counts}
@@ -226,10 +217,8 @@ class GpuLauncher:
         return function
 
 
-def variant_flags(weights: PackedWeights, marked_rows: int = MARKED_ROWS) -> tuple[str, ...]:
-    """What the kernel is compiled for: the sizes of its tiles and heads, and which variants do without barriers."""
-    if marked_rows > ROW_COUNTS[1]:
-        raise ValueError(f"marked_rows {marked_rows}: scratch has room for {ROW_COUNTS[1]}")
+def variant_flags(weights: PackedWeights) -> tuple[str, ...]:
+    """What the kernel is compiled for: the sizes of its tiles and heads."""
     layouts = weights.layouts
     norm = layouts["qkv"].tile_mask() | layouts["gate_up"].tile_mask() | weights.head_layout.tile_mask()
     plain = layouts["o"].tile_mask() | layouts["down"].tile_mask()
@@ -237,5 +226,4 @@ def variant_flags(weights: PackedWeights, marked_rows: int = MARKED_ROWS) -> tup
         f"-DMEGA_NORM_UNITS={norm:#x}",
         f"-DMEGA_PLAIN_UNITS={plain:#x}",
         f"-DMEGA_HEAD_DIM={weights.config.head_dim}",
-        f"-DMEGA_MARKED_ROWS={marked_rows if weights.config.hidden_size <= _MARKED_HIDDEN else 0}",
     )

@@ -13,9 +13,8 @@ struct Merge {
   u32* last;         // whether this SM finishes a task's parts
 };
 
-template <int DIM, int ROWS>
+template <int DIM>
 struct Attention {
-  static constexpr bool MARKED = Copies<ROWS>::MARKED;
   static constexpr int BLOCKS = DIM / 32;   // 16-byte pieces of a row that a lane holds: 32 b + 8 c ...
   static constexpr int WIDE = DIM / 64;     // the same for V: 64 b + 8 g ...
   static constexpr int COLUMNS = DIM / 8;   // multiplications over the features
@@ -26,9 +25,6 @@ struct Attention {
   const Plan& plan;
   const bf16 *q_norm, *k_norm;              // or nullptr
   bf16 *k_cache, *v_cache;
-  const bf16* qkv;
-  bf16* attended;
-  int behind;                               // from `attended`: see marks.cuh
   const int group;                          // query heads of a KV head
   const u32 inverse;                        // of it, as a fraction of 2^24
   const int g, c;                           // lane = 4 g + c
@@ -40,29 +36,13 @@ struct Attention {
     k_norm = p.k_norm < 0 ? nullptr : vectors + p.k_norm;
     k_cache = p.k_cache + layer * p.cache_layer;
     v_cache = p.v_cache + layer * p.cache_layer;
-    qkv = Copies<ROWS>::of(p.qkv, width(), layer);
-    attended = Copies<ROWS>::of(p.attended, p.heads * DIM, layer);
-    behind = Copies<ROWS>::behind(p.heads * DIM, layer);
   }
-
-  DEVICE int width() const { return (p.heads + 2 * p.kv_heads) * DIM; }
 
   // The run's row of a query row: query / group.
   DEVICE int run_row(int query) const { return static_cast<int>(static_cast<u64>(query) * inverse >> 24); }
 
   DEVICE const bf16* projected(int row, int head) const {
-    return qkv + (long long)row * width() + head * DIM;
-  }
-  DEVICE uint4 load_projected(const bf16* from) const { return MARKED ? load_marked(from) : load_l2(from); }
-  // Of a row, if it exists.
-  DEVICE void complete_row(uint4 (&words)[BLOCKS], const bf16* from) const {
-    if constexpr (MARKED) {
-      const bf16* places[BLOCKS];
-#pragma unroll
-      for (int b = 0; b < BLOCKS; ++b) places[b] = from + 32 * b + 8 * c;
-      complete(words, places);
-      sync_warp();
-    }
+    return p.qkv + ((long long)row * (p.heads + 2 * p.kv_heads) + head) * DIM;
   }
 
   // A head's vector, normed and rotated, spread over the 4 lanes of equal g; rows that do not exist are zero. By whole warps.
@@ -73,7 +53,7 @@ struct Attention {
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
       to[b] = make_uint4(0, 0, 0, 0);
-      if (exists) to[b] = load_projected(from + 32 * b + 8 * c);
+      if (exists) to[b] = load_l2(from + 32 * b + 8 * c);
     }
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b)
@@ -85,7 +65,6 @@ struct Attention {
         cosines[b][half] = load_fixed(turns + 32 * b + 8 * c + 4 * half);
         sines[b][half] = load_fixed(turns + DIM / 2 + 32 * b + 8 * c + 4 * half);
       }
-    complete_row(to, from);
     if (norm != nullptr) {
       float square = 0.0f;
 #pragma unroll
@@ -158,25 +137,15 @@ struct Attention {
   // V of tile `tile` of the run's own keys.
   DEVICE void load_own(const Task& task, int tile, Keys& to) const {
     const bf16* from = projected(task.first + tile * KEY_TILE + 2 * c, p.heads + p.kv_heads + task.head) + 8 * g;
-    const int count = task.count - tile * KEY_TILE;
+    const int width = (p.heads + 2 * p.kv_heads) * DIM, count = task.count - tile * KEY_TILE;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int key = i % 2 + 8 * (i / 2);
 #pragma unroll
       for (int b = 0; b < WIDE; ++b) {
         to.v[i][b] = make_uint4(0, 0, 0, 0);
-        if (2 * c + key < count) to.v[i][b] = load_projected(from + key * width() + 64 * b);
+        if (2 * c + key < count) to.v[i][b] = load_l2(from + key * width + 64 * b);
       }
-    }
-    if constexpr (MARKED) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const bf16* places[WIDE];
-#pragma unroll
-        for (int b = 0; b < WIDE; ++b) places[b] = from + (i % 2 + 8 * (i / 2)) * width() + 64 * b;
-        complete(to.v[i], places);
-      }
-      sync_warp();
     }
   }
 
@@ -288,9 +257,8 @@ struct Attention {
 #pragma unroll
       for (int b = 0; b < BLOCKS; ++b) {
         x[b] = make_uint4(0, 0, 0, 0);
-        if (job.exists) x[b] = load_projected(job.from + 32 * b + 8 * c);
+        if (job.exists) x[b] = load_l2(job.from + 32 * b + 8 * c);
       }
-      complete_row(x, job.from);
     }
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b)
@@ -299,9 +267,9 @@ struct Attention {
 
   DEVICE void store(const Task& task, int query, int column, float4 x) const {
     const int own = run_row(query), head = task.head * group + query - own * group;
-    bf16* to = attended + ((long long)(task.first + own) * p.heads + head) * DIM + feature(column);
-    store_pair<MARKED>(to, pack(x.x, x.y), behind);
-    store_pair<MARKED>(to + 8, pack(x.z, x.w), behind);
+    u32* to = reinterpret_cast<u32*>(p.attended + ((long long)(task.first + own) * p.heads + head) * DIM);
+    to[feature(column) / 2] = pack(x.x, x.y);
+    to[feature(column) / 2 + 4] = pack(x.z, x.w);
   }
   // Where the outputs of columns `column` (even) and column + 1 of lane c begin; 8 further on the same of the next g.
   DEVICE int feature(int column) const { return column / 8 * 64 + 16 * c + column % 8; }
@@ -442,8 +410,7 @@ struct Attention {
     const int jobs = all_jobs(task);
     int index = warp();
     Job job = make_job(task, index, shared.memory);
-    if (waits && MARKED) sync_consumers();  // the product is done with shared memory
-    if (waits && !MARKED) grid.wait();
+    if (waits) grid.wait();
     mark(1);
     if (mine >= old && mine < tiles) load_own(task, mine - old, keys);
 #pragma unroll 1
@@ -499,7 +466,7 @@ struct Attention {
   }
 
   DEVICE void run(Merge& shared, const Grid& grid) const {
-    if (cta() >= schedule.tasks && !MARKED) grid.wait();
+    if (cta() >= schedule.tasks) grid.wait();
 #pragma unroll 1
     for (int id = cta(); id < schedule.tasks; id += ctas()) {
       const bool planned = id == cta();
@@ -509,21 +476,5 @@ struct Attention {
       attend(w, task, planned, shared, grid, planned);
       merge(w, task, id, shared);
     }
-    if (MARKED && cta() < schedule.tasks) sync_consumers();  // the next product writes to shared memory
-    if constexpr (MARKED)
-      for (int row = ctas() - 1 - cta(); row < p.rows; row += ctas())
-        if (schedule.idle >> row & 1) pass_over(row);
-  }
-
-  // A row without a run: its outputs are zero, once qkv is written, as for other rows.
-  DEVICE void pass_over(int row) const {
-    for (int at = thread() * 8; at < width(); at += CONSUMERS * 8) {
-      uint4 words[1] = {load_marked(projected(row, 0) + at)};
-      const bf16* const from[1] = {projected(row, 0) + at};
-      complete(words, from);
-    }
-    sync_consumers();
-    for (int at = thread() * 2; at < p.heads * DIM; at += CONSUMERS * 2)
-      store_pair<MARKED>(attended + row * p.heads * DIM + at, 0, behind);
   }
 };

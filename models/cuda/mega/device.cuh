@@ -82,19 +82,6 @@ DEVICE void prefetch_l2(const void* at, u32 bytes) {  // multiples of 16
 
 // ---- synchronisation across SMs ----
 
-// Words that say themselves whether they are written (marks.cuh): nothing else is ordered by them.
-DEVICE uint4 load_marked(const void* at) {
-  uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(at)
-               : "memory");
-  return v;
-}
-DEVICE void store_marked(void* at, u32 value) {
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
-}
-
 DEVICE void store_release(u32* at, u32 value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }

@@ -2,8 +2,7 @@
 //
 // One block per SM. Its ninth warp streams the SM's share of all weights through shared memory (stream.cuh); the other eight go
 // through the phases of each layer, with a barrier over all SMs after each: QKV product, attention, output product + residual,
-// gate and up products + SiLU, down product + residual; then the LM head. With few rows, activations that say themselves whether
-// they are written take the place of the barriers (marks.cuh). Norms before products need no phase: their weights
+// gate and up products + SiLU, down product + residual; then the LM head. Norms before products need no phase: their weights
 // are applied to the activations in registers, their scale to the sums. Activations stay in L2.
 #ifdef MEGA_EMULATED
 #include "emulated_device.h"
@@ -18,8 +17,6 @@
 #include "barrier.cuh"
 
 #include "timeline.cuh"
-
-#include "marks.cuh"
 
 #include "product.cuh"
 
@@ -66,42 +63,31 @@ struct Forward {
   DEVICE const bf16* vector(int layer, int offset) const {
     return offset < 0 ? nullptr : p.vectors + (long long)layer * p.vector_stride + offset;
   }
-  static constexpr bool MARKED = Copies<ROWS>::MARKED;
-
-  // The residual stream after the output product of a layer (set 0) or its down product (set 1).
-  DEVICE bf16* x(int layer, int set) const { return Copies<ROWS>::of(p.x, p.hidden, layer, set); }
-  DEVICE int wide() const { return (p.heads + 2 * p.kv_heads) * p.head_dim; }
-  DEVICE int attended() const { return p.heads * p.head_dim; }
-  DEVICE Source rows(const bf16* base, int width) const { return {base, width, nullptr, 0, p.rows, MARKED}; }
+  DEVICE Source rows(const bf16* base, int width) const { return {base, width, nullptr, 0, p.rows}; }
   // The residual stream before the first layer.
-  DEVICE Source embedded() const { return {p.embedding, p.hidden, p.tokens, p.embeddings, p.rows, false}; }
-  DEVICE Source logit_rows() const {
-    return {x(p.layers - 1, 1), p.hidden, p.logit_rows, p.rows, p.logit_count, MARKED};
-  }
+  DEVICE Source embedded() const { return {p.embedding, p.hidden, p.tokens, p.embeddings, p.rows}; }
+  DEVICE Source logit_rows() const { return {p.x, p.hidden, p.logit_rows, p.rows, p.logit_count}; }
 
   // The product of one phase; the weights of the norm before it, where there is one, go to `norm`.
   DEVICE Product describe(int layer, Kind kind) const {
-    using C = Copies<ROWS>;
-    const Source first = layer == 0 ? embedded() : rows(x(layer - 1, 1), p.hidden), second = rows(x(layer, 0), p.hidden);
+    const int wide = (p.heads + 2 * p.kv_heads) * p.head_dim, attended = p.heads * p.head_dim;
+    const Source x = rows(p.x, p.hidden), first = layer == 0 ? embedded() : x;
     const bf16* bias = kind == HEAD ? nullptr : vector(layer, p.bias[kind]);
-    const Sink sink = {kind,         bias,     kind == OUT ? first : second, x(layer, kind == DOWN), p.logits, p.hidden,
-                       p.vocabulary, C::behind(p.hidden, layer)};
-    Product product = {second, sink, nullptr, p.eps, p.inverse_hidden};
+    const Sink sink = {kind, bias, kind == OUT ? first : x, p.x, p.logits, p.hidden, p.vocabulary};
+    Product product = {x, sink, nullptr, p.eps, p.inverse_hidden};
     if (kind == QKV) {
       product.source = first;
       product.norm = vector(layer, p.input_norm);
-      product.sink.to = C::of(p.qkv, wide(), layer);
-      product.sink.behind = C::behind(wide(), layer);
-      product.sink.stride = wide();
+      product.sink.to = p.qkv;
+      product.sink.stride = wide;
     } else if (kind == OUT) {
-      product.source = rows(C::of(p.attended, attended(), layer), attended());
+      product.source = rows(p.attended, attended);
     } else if (kind == GATE_UP) {
       product.norm = vector(layer, p.mlp_norm);
-      product.sink.to = C::of(p.act, p.intermediate, layer);
-      product.sink.behind = C::behind(p.intermediate, layer);
+      product.sink.to = p.act;
       product.sink.stride = p.intermediate;
     } else if (kind == DOWN) {
-      product.source = rows(C::of(p.act, p.intermediate, layer), p.intermediate);
+      product.source = rows(p.act, p.intermediate);
     } else {
       product.source = logit_rows();
       product.norm = p.final_norm;
@@ -110,20 +96,13 @@ struct Forward {
     return product;
   }
 
-  DEVICE uint4 load_stream(const bf16* at) const {
-    uint4 words[1] = {MARKED ? load_marked(at) : load_l2(at)};
-    const bf16* const from[1] = {at};
-    if constexpr (MARKED) complete(words, from);
-    return words[0];
-  }
-
   // The LM head's input, as it is given out: one row per warp.
   DEVICE void hidden_rows(const Source& source) {
     for (int row = ctas() - 1 - cta() + warp() * ctas(); row < source.count; row += WARPS * ctas()) {
       const bf16* from = source.row(row);
       float square = 0.0f;
       for (int at = lane() * 8; at < p.hidden; at += 256) {
-        const uint4 raw = load_stream(from + at);
+        const uint4 raw = load_l2(from + at);
         const u32* pairs = &raw.x;
 #pragma unroll
         for (int i = 0; i < 4; ++i) square += low(pairs[i]) * low(pairs[i]) + high(pairs[i]) * high(pairs[i]);
@@ -131,7 +110,7 @@ struct Forward {
       for (int mask = 16; mask > 0; mask /= 2) square += shuffle_xor(square, mask);
       const float scale = reciprocal_root(square / p.hidden + p.eps);
       for (int at = lane() * 8; at < p.hidden; at += 256) {
-        uint4 raw = load_stream(from + at);
+        uint4 raw = load_l2(from + at);
         const uint4 weight = load_fixed(p.final_norm + at);
         u32* pairs = &raw.x;
         const u32* weights = &weight.x;
@@ -151,15 +130,7 @@ struct Forward {
   }
 
   DEVICE void run() {
-    if constexpr (MARKED) {
-      Copies<ROWS>::mark_all(p.x, p.hidden, 2);
-      Copies<ROWS>::mark_all(p.qkv, wide(), 1);
-      Copies<ROWS>::mark_all(p.attended, attended(), 1);
-      Copies<ROWS>::mark_all(p.act, p.intermediate, 1);
-      grid.arrive();
-    } else {
-      sync_consumers();
-    }
+    sync_consumers();
     // One loop over all products, so that each kind of tile is in the code once: instruction caches are small.
 #pragma unroll 1
     for (int phase = 0;; ++phase) {
@@ -170,23 +141,24 @@ struct Forward {
       mark(0);
       const Product product = describe(layer, kind);
       const int blocks = p.matrices[kind].blocks;
-      const bool waits = MARKED ? phase == 0 : phase > 0;
       if (product.norm != nullptr)
-        multiply_share<ROWS, true>(product, shared.shares[kind], blocks, ring, chunk, reduction, grid, waits);
+        multiply_share<ROWS, true>(product, shared.shares[kind], blocks, ring, chunk, reduction, grid, phase > 0);
       else
-        multiply_share<ROWS, false>(product, shared.shares[kind], blocks, ring, chunk, reduction, grid, waits);
+        multiply_share<ROWS, false>(product, shared.shares[kind], blocks, ring, chunk, reduction, grid, phase > 0);
       mark(3);
       if (kind == HEAD) break;
-      if (!MARKED) grid.arrive();
+      grid.arrive();
       mark(4);
       if (kind != QKV) continue;
+#ifndef MEGA_WITHOUT_ATTENTION
       if (layer == 0) schedule_attention();
       mark_phase(layer == p.layers / 2, KINDS);
       mark(0);
-      Attention<MEGA_HEAD_DIM, ROWS>(p, shared.schedule, shared.plan, layer).run(merge, grid);
+      Attention<MEGA_HEAD_DIM>(p, shared.schedule, shared.plan, layer).run(merge, grid);
       mark(3);
-      if (!MARKED) grid.arrive();
+      grid.arrive();
       mark(4);
+#endif
     }
     if (p.logit_count > 0) hidden_rows(logit_rows());
   }
@@ -201,7 +173,9 @@ DEVICE void forward(const Params& p, unsigned char* memory) {
   sync_all();
   if (thread() >= CONSUMERS) {
     give_registers();
+#ifndef MEGA_WITHOUT_STREAM
     if (thread() == CONSUMERS) Producer{ring, shared.shares, 0}.run(p);
+#endif
   } else {
     take_registers();
     wait_for_predecessor();

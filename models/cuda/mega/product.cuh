@@ -12,7 +12,6 @@
 // What the kernel's variant for up to ROWS rows does.
 template <int ROWS>
 struct Cut {
-  static constexpr bool MARKED = Copies<ROWS>::MARKED;         // activations say themselves whether they are written
   static constexpr int GROUPS = ROWS / 8;                      // of 8 rows
   static constexpr int HALVES = ROWS > 32 ? 2 : 1;             // warps that share a chunk
   static constexpr int OWN = GROUPS / HALVES;                  // row groups of a warp
@@ -32,7 +31,6 @@ struct Source {
   const int* index;  // of each row, or nullptr
   int limit;         // of an index
   int count;         // rows
-  bool marked;       // in words that may not be written yet
 
   // Rows past the last one repeat it.
   DEVICE const bf16* row(int r) const {
@@ -50,11 +48,9 @@ struct Sink {
   bf16* to;
   float* logits;       // HEAD
   int stride, columns;
-  int behind;          // from `to`: see marks.cuh
 
-  // Outputs 8 unit + 2 c and the one after it of a row, if it `exists`. By whole warps.
-  template <bool MARKED>
-  DEVICE void put(bool exists, int row, int unit, int c, float first, float second, u32 previous) const {
+  // Outputs 8 unit + 2 c and the one after it.
+  DEVICE void put(int row, int unit, int c, float first, float second, u32 previous) const {
     const int column = unit * 8 + 2 * c;
     if (bias != nullptr) {
       const u32 pair = load_fixed_word(bias + column);
@@ -63,19 +59,18 @@ struct Sink {
     }
     if (kind == HEAD) {
       float* at = logits + (long long)row * stride + column;
-      if (exists && column < columns) at[0] = first;
-      if (exists && column + 1 < columns) at[1] = second;
+      if (column < columns) at[0] = first;
+      if (column + 1 < columns) at[1] = second;
     } else if (kind == GATE_UP) {
       const float gate = rounded(first), up = rounded(second);
       const float silu = rounded(divide(gate, 1.0f + exp2_fast(gate * -1.4426950408889634f)));
-      const u32 own = pack(silu * up, 0.0f), other = static_cast<u32>(shuffle(static_cast<int>(own), lane() ^ 1));
-      if (exists && c % 2 == 0) store_pair<MARKED>(to + (long long)row * stride + unit * 4 + c, own | other << 16, behind);
+      to[(long long)row * stride + unit * 4 + c] = static_cast<bf16>(pack(silu * up, 0.0f));
     } else {
       if (kind == OUT || kind == DOWN) {
         first = low(previous) + rounded(first);
         second = high(previous) + rounded(second);
       }
-      if (exists) store_pair<MARKED>(to + (long long)row * stride + column, pack(first, second), behind);
+      *reinterpret_cast<u32*>(to + (long long)row * stride + column) = pack(first, second);
     }
   }
 };
@@ -170,36 +165,10 @@ struct Tile {
 #pragma unroll
       for (int own = 0; own < P::OWN; ++own) {
         if (begin + i < end)
-          to.x[i][own] = P::MARKED ? load_marked(rows[own] + (begin + i) * 32) : load_l2(rows[own] + (begin + i) * 32);
+          to.x[i][own] = load_l2(rows[own] + (begin + i) * 32);
         else
           to.x[i][own] = make_uint4(0, 0, 0, 0);
       }
-  }
-
-  // Ask for what was not written yet: for the first block until it is there, then for the others as well. Asking for all of them
-  // all the time would take the L2 bandwidth that weights need.
-  DEVICE void complete_rows(Piece& to, int begin) const {
-    if (!product.source.marked) return;
-    Watchdog watchdog;
-#pragma unroll
-    for (int own = 0; own < P::OWN; ++own)
-      while (unwritten(to.x[0][own])) {
-        watchdog.check();
-        to.x[0][own] = load_marked(rows[own] + begin * 32);
-      }
-    for (bool again = DEPTH > 1; again;) {
-      again = false;
-#pragma unroll
-      for (int i = 1; i < DEPTH; ++i)
-#pragma unroll
-        for (int own = 0; own < P::OWN; ++own)
-          if (unwritten(to.x[i][own])) {
-            to.x[i][own] = load_marked(rows[own] + (begin + i) * 32);
-            again = true;
-          }
-      if (again) watchdog.check();
-    }
-    sync_warp();
   }
 
   // `data` is this lane's part of the first block's weights.
@@ -236,7 +205,7 @@ struct Tile {
     Piece next;
     load_scales(next, at, end);
     if (waits) grid.wait();
-    if (!P::MARKED) mark(1);
+    mark(1);
     int row = warp() % P::HALVES * P::OWN * 8 + lane() / 4;
     keep_apart(row);
 #pragma unroll
@@ -244,14 +213,8 @@ struct Tile {
       rows[own] = product.source.row(row + own * 8) + lane() % 4 * 8;
     load_rows(next, at, end);
     const unsigned char* data = nullptr;
-    bool opened = false;
 #pragma unroll 1
     while (at < end) {
-      if constexpr (P::MARKED) {
-        complete_rows(next, at);
-        if (!opened) mark(1);
-        opened = true;
-      }
       Piece now = next;
       const u32 chunk = first_chunk + index;
       const int count = end - at;
@@ -339,7 +302,7 @@ struct Tile {
         scale = reciprocal_root(square * product.inverse_width + product.eps);
       }
       const int unit = batch + mine;
-      if (unit < UNITS) {
+      if (unit < UNITS && row < product.source.count) {
         float first = 0.0f, second = 0.0f;
 #pragma unroll
         for (int other = 0; other < P::DEEP; ++other) {
@@ -347,14 +310,8 @@ struct Tile {
           first += sum.x;
           second += sum.y;
         }
-        const bf16* before = old + (first_unit + unit) * 8 + 2 * c;
-        if (!NORM && batch > 0) previous = load_l2_word(before);
-        if (P::MARKED && !NORM && product.sink.old.marked) {
-          Watchdog watchdog;
-          for (; previous == UNWRITTEN; watchdog.check()) previous = load_relaxed(reinterpret_cast<const u32*>(before));
-        }
-        const bool exists = row < product.source.count;
-        product.sink.put<P::MARKED>(exists, row, first_unit + unit, c, first * scale, second * scale, previous);
+        if (!NORM && batch > 0) previous = load_l2_word(old + (first_unit + unit) * 8 + 2 * c);
+        product.sink.put(row, first_unit + unit, c, first * scale, second * scale, previous);
       }
       ++reduction.turn;
     }

@@ -24,7 +24,6 @@ struct Schedule {
   int tiles[MAX_ROWS];             // key tiles of a part
   int parts[MAX_ROWS];
   int base[MAX_ROWS + 1];          // first task
-  u64 idle;                        // bits of rows without a run
 };
 
 
@@ -83,7 +82,6 @@ DEVICE void make_schedule(const Params& p, Schedule& s) {
   }
   if (lane() == 0) {
     int base = 0;
-    u64 busy = 0;
 #pragma unroll 1
     for (int run = 0; run < runs; ++run) {
       const int all = ceil_div(s.start[run], KEY_TILE);
@@ -91,11 +89,9 @@ DEVICE void make_schedule(const Params& p, Schedule& s) {
       s.tiles[run] = larger(ceil_div(all, wanted), 1);
       s.parts[run] = larger(ceil_div(all, s.tiles[run]), 1);
       s.base[run] = base;
-      busy |= ~0ull >> (MAX_ROWS - s.count[run]) << s.first[run];
       base += query_blocks(p, s.count[run]) * p.kv_heads * s.parts[run];
     }
     s.base[runs] = s.tasks = base;
-    s.idle = ~busy;
   }
   sync_warp();
 }

@@ -19,16 +19,12 @@ COMPILER = shutil.which("g++")
 
 
 class EmulatedLauncher:
-    """A `Launcher`; `seed` picks the order in which warps run, and copies and stores land."""
+    """A `Launcher`; `seed` picks the order in which warps run and copies land."""
 
-    def __init__(self, weights: PackedWeights, flags: tuple[str, ...] = (), marked_rows: int = 0) -> None:
+    def __init__(self, weights: PackedWeights, flags: tuple[str, ...] = ()) -> None:
         self.seed = 0
-        self._library = ctypes.CDLL(str(_build((*variant_flags(weights, marked_rows), *flags))))
+        self._library = ctypes.CDLL(str(_build((*variant_flags(weights), *flags))))
         assert self._library.params_size() == ctypes.sizeof(Params)
-
-    def slow_stores(self, rounds: int) -> None:
-        """Let some stores land so many rounds of the emulator late."""
-        self._library.set_slowest_store(rounds)
 
     def launch(self, params: Params, rows: int, grid: int) -> None:
         """Run it to its end."""

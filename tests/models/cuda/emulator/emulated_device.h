@@ -1,6 +1,5 @@
 // models/cuda/mega/device.cuh on a CPU: every GPU thread is a fiber, every instruction that other threads can notice a point where
-// it may be stopped. Warps run in a random order, bulk copies land late, and so do relaxed stores, in any order but for those of one
-// thread to one address, so that missing synchronisation shows.
+// it may be stopped. Warps run in a random order and bulk copies land late, so that missing synchronisation shows.
 #pragma once
 #include <ucontext.h>
 
@@ -55,7 +54,6 @@ struct Fiber {
   Wait wait = Wait::NOTHING;
   Block* block;
   Warp* warp;
-  int stores = 0;  // that have not landed
 };
 
 extern Fiber* current;
@@ -64,7 +62,6 @@ extern u64 events;  // things that another thread may have waited for
 void yield(Wait wait);
 [[noreturn]] void fail(const char* what);
 void queue_copy(void* to, const void* from, u32 bytes, u64* barrier);
-void queue_store(void* to, u32 value);
 
 struct Barrier {  // the 8 bytes of an mbarrier
   int64_t bytes : 21;  // as on the device
@@ -167,8 +164,6 @@ DEVICE void prefetch_l2(const void* at, u32 bytes) {
   if (bytes % 16 != 0) emulator::fail("a prefetch of part of 16 bytes");
 }
 
-DEVICE uint4 load_marked(const void* at) { return load<uint4>(at); }
-DEVICE void store_marked(void* at, u32 value) { emulator::queue_store(at, value); }
 DEVICE void store_release(u32* at, u32 value) {
   *at = value;
   ++emulator::events;
@@ -178,12 +173,10 @@ DEVICE u32 load_relaxed(const u32* at) {
   return *at;
 }
 DEVICE u32 take_ticket(u32* at) { return (*at)++; }
-DEVICE void fence_gpu() {
-  while (emulator::current->stores > 0) emulator::yield(emulator::Wait::OTHERS);
-}
+DEVICE void fence_gpu() {}
 DEVICE void wait_for_predecessor() {}
 struct Watchdog {
-  void check() { emulator::yield(emulator::Wait::OTHERS); }
+  void check() {}
 };
 
 DEVICE void barrier_init(u64* at, u32 count) {

@@ -26,15 +26,7 @@ struct Copy {
   u64* barrier;
   u64 due;
 };
-struct Store {
-  Fiber* fiber;
-  u32* to;
-  u32 value;
-  u64 due;
-};
 ucontext_t scheduler;
-std::vector<Store> stores;
-u32 slowest_store = 40;  // rounds
 std::vector<Copy> copies;
 std::mt19937 random_numbers;
 u64 rounds;
@@ -101,21 +93,6 @@ void land_copies() {
   }
 }
 
-void land_stores() {
-  size_t kept = 0;
-  for (size_t i = 0; i < stores.size(); ++i) {
-    const Store store = stores[i];
-    if (store.due > rounds) {
-      stores[kept++] = store;
-      continue;
-    }
-    *store.to = store.value;
-    --store.fiber->stores;
-    ++events;
-  }
-  stores.resize(kept);
-}
-
 }  // namespace
 
 void yield(Wait wait) {
@@ -133,17 +110,7 @@ void queue_copy(void* to, const void* from, u32 bytes, u64* barrier) {
   copies.push_back({to, from, bytes, barrier, rounds + random_numbers() % (random_numbers() % 8 ? 4 : 40)});
 }
 
-void queue_store(void* to, u32 value) {
-  u64 due = rounds + random_numbers() % (random_numbers() % 8 ? 4 : slowest_store);
-  for (const Store& other : stores)
-    if (other.fiber == current && other.to == to) due = std::max(due, other.due);
-  stores.push_back({current, static_cast<u32*>(to), value, due});
-  ++current->stores;
-}
-
 }  // namespace emulator
-
-extern "C" void set_slowest_store(u32 rounds) { emulator::slowest_store = rounds; }
 
 // Returns 0, or 1 after a deadlock.
 extern "C" int emulate(const Params* params, int rows, int grid, u32 seed) {
@@ -151,7 +118,6 @@ extern "C" int emulate(const Params* params, int rows, int grid, u32 seed) {
   emulator::grid = grid;
   random_numbers.seed(seed);
   copies.clear();
-  stores.clear();
   rounds = 0;
   launch.params = params;
   launch.rows = rows;
@@ -185,8 +151,7 @@ extern "C" int emulate(const Params* params, int rows, int grid, u32 seed) {
     for (int warp : order) visit(&fibers[warp * 32]);
     ++rounds;
     land_copies();
-    land_stores();
-    if (std::all_of(fibers.begin(), fibers.end(), [](const Fiber& fiber) { return fiber.done && fiber.stores == 0; })) return 0;
+    if (std::all_of(fibers.begin(), fibers.end(), [](const Fiber& fiber) { return fiber.done; })) return 0;
     if (events != seen) idle = 0;
     seen = events;
   }
