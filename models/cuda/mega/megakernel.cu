@@ -150,7 +150,6 @@ struct Forward {
       grid.arrive();
       mark(4);
       if (kind != QKV) continue;
-#ifndef MEGA_WITHOUT_ATTENTION
       if (layer == 0) schedule_attention();
       mark_phase(layer == p.layers / 2, KINDS);
       mark(0);
@@ -158,7 +157,6 @@ struct Forward {
       mark(3);
       grid.arrive();
       mark(4);
-#endif
     }
     if (p.logit_count > 0) hidden_rows(logit_rows());
   }
@@ -173,9 +171,7 @@ DEVICE void forward(const Params& p, unsigned char* memory) {
   sync_all();
   if (thread() >= CONSUMERS) {
     give_registers();
-#ifndef MEGA_WITHOUT_STREAM
     if (thread() == CONSUMERS) Producer{ring, shared.shares, 0}.run(p);
-#endif
   } else {
     take_registers();
     wait_for_predecessor();

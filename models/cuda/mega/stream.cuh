@@ -40,9 +40,7 @@ struct Ring {
   }
   DEVICE unsigned char* stage(u32 chunk) const { return data + chunk % STAGES * STAGE_BYTES; }
   DEVICE void wait(u32 chunk) const {
-#ifndef MEGA_WITHOUT_STREAM
     barrier_wait<true>(full + chunk % STAGES, chunk / STAGES);
-#endif
   }
   // By every lane of a reading warp.
   DEVICE void release(u32 chunk) const {
