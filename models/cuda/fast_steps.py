@@ -9,6 +9,7 @@ import torch
 from models.config import ModelConfig
 from models.cuda.decoder_weights import LayerWeights
 from models.cuda.megakernel import Launcher, Megakernel, unsupported
+from models.cuda.nvcc import find_nvcc
 from models.cuda.packed_weights import KINDS, PackedWeights
 from models.cuda.unpacker import Unpacker
 
@@ -93,7 +94,8 @@ class FastSteps:
 def obstacle(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
     """Why a model of this shape gets no fast steps on a CUDA device; '' if it can have them."""
     properties = torch.cuda.get_device_properties(device)
-    return unsupported(config, dtype, (properties.major, properties.minor))
+    reason = unsupported(config, dtype, (properties.major, properties.minor))
+    return reason or ("" if find_nvcc() else "nvcc, which compiles it, is not on the PATH or in CUDA_HOME")
 
 
 def _is_large(config: ModelConfig, device: torch.device) -> bool:

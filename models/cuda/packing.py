@@ -18,7 +18,7 @@ BLOCK = 32
 TILE_UNITS = 15
 _ELEMENTS = UNIT * BLOCK
 _PAIRS = (0, 2, 1, 3)
-_SLICE_BYTES = 32 << 20
+_SLICE_BYTES = 8 << 20
 """A matrix is packed in slices of about this size, so that a large one leaves room for another while it is packed."""
 
 

@@ -152,6 +152,8 @@ def test_mistakes_are_named(file: Path, text: str, problem: str) -> None:
         ("backend = 'flash'", "models.x.backend: expected one of auto, torch, flashinfer, got 'flash'"),
         ("sm_percent = 50", "models.x.sm_percent: limits a model on a GPU, but the device is 'cpu'"),
         ("sm_percent = 50\ndevice = 'cuda:1'", "models.x.sm_percent: works through MPS, which only models that share"),
+        ("megakernel = 'on'", "models.x.megakernel: runs on a GPU, but the device is 'cpu'"),
+        ("megakernel = 'yes'\ndevice = 'cuda'", "models.x.megakernel: expected one of auto, on, off, got 'yes'"),
         ("depth = 5", "models.x.depth: expected int <= 4, got 5"),
     ],
 )
@@ -171,6 +173,14 @@ def test_mistakes_about_shared_gpus_are_named(file: Path) -> None:
     shared = "path = 'weights/small'\ndevice = 'cuda'\nsm_percent = 20\n"
     found = problems(file, f"\n[gpu]\nmps = 'off'\n[models.x]\n{shared}[models.y]\n{shared}")
     assert found == [f"models.{name}.sm_percent: works through MPS, but gpu.mps is 'off'" for name in "xy"]
+    kernel = "path = 'weights/small'\ndevice = 'cuda'\nmegakernel = 'on'\n"
+    found = problems(file, f"\n[models.x]\n{kernel}[models.y]\n{kernel}")
+    assert found == [
+        "models.y.megakernel: one model of a GPU can have it, and on GPU 0 'x' says 'on' as well; set one of them to 'off'"
+    ]
+    apart = kernel.replace("'cuda'", "'cuda:1'")
+    file.write_text(f"{BASIC}\n[models.x]\n{kernel}[models.y]\n{apart}")
+    load(file, {})
     assert problems(file, "[gpu]\nmemory_fraction = 1.5")[0].startswith("gpu.memory_fraction: expected float <= 1")
 
 

@@ -17,6 +17,7 @@ from models.cuda.megakernel import Megakernel
 from models.cuda.packing import Layout
 from models.cuda.shard import Shard
 from models.decoder import Decoder
+from models.rows import Rows
 from models.weights import Checkpoint
 from tests.models.cuda.mega_cases import half_rotations, pack_decoder
 from tests.models.tiny import VOCAB, tiny_model
@@ -66,6 +67,12 @@ def decoder_of(directory: Path, packer: Packer) -> CudaDecoder:
     return cast("CudaDecoder", SimpleNamespace(**parts))
 
 
+def empty_rows(count: int, wanted: int) -> Rows:
+    """Rows of this shape."""
+    row, logit_rows = torch.zeros(count, dtype=torch.int32), torch.zeros(wanted, dtype=torch.int32)
+    return Rows(row, row, row, row, row, page_table=torch.zeros(1, 1, dtype=torch.int32), logit_rows=logit_rows)
+
+
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 def test_packed_as_the_reference(tmp_path: Path, family: str, alone: bool) -> None:
@@ -95,6 +102,8 @@ def test_kernel_goes_with_its_pool(tmp_path: Path) -> None:
     fast = FastSteps(decoder, packer, NoLauncher())
     fast.attach()
     assert isinstance(decoder.fast_path, Megakernel)
+    for rows, wanted, taken in ((1, 0, True), (32, 32, True), (33, 1, False), (8, 33, False), (0, 0, False)):
+        assert decoder.fast_path.takes(empty_rows(rows, wanted)) is taken
     assert any(tensor is decoder.k_cache for tensor in decoder.fast_path._tensors)
     fast.detach()
     assert decoder.fast_path is None
@@ -168,6 +177,8 @@ def test_large_models_are_packed_alone(tmp_path: Path, monkeypatch: pytest.Monke
 def test_obstacles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig.load(tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16, **WIDE))
 
+    monkeypatch.setattr(fast_steps, "find_nvcc", lambda: "nvcc")
+
     def on(major: int, dtype: torch.dtype = torch.bfloat16) -> str:
         facts = SimpleNamespace(major=major, minor=0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
@@ -176,3 +187,5 @@ def test_obstacles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert on(9) == ""
     assert "compute capability 9.0" in on(8)
     assert "bfloat16" in on(9, torch.float32)
+    monkeypatch.setattr(fast_steps, "find_nvcc", lambda: None)
+    assert "nvcc" in on(9)

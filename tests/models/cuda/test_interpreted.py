@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SUITES = ("interpreted.py", "interpreted_head.py", "interpreted_split.py")
+SUITES = ("interpreted.py", "interpreted_head.py", "interpreted_split.py", "interpreted_unpack.py")
 
 
 @pytest.mark.timeout(600)
