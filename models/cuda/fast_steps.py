@@ -8,7 +8,7 @@ import torch
 
 from models.config import ModelConfig
 from models.cuda.decoder_weights import LayerWeights
-from models.cuda.megakernel import Launcher, Megakernel, unsupported
+from models.cuda.megakernel import MAX_ROWS, SERVED_ROWS, Launcher, Megakernel, unsupported
 from models.cuda.nvcc import find_nvcc
 from models.cuda.packed_weights import KINDS, PackedWeights
 from models.cuda.unpacker import Unpacker
@@ -66,6 +66,8 @@ class FastSteps:
     def __init__(self, decoder: CudaDecoder, packer: Packer, launcher: Launcher | None = None) -> None:
         self._decoder = decoder
         self._launcher = launcher
+        # Beyond these rows products of plain matrices are faster, unless each has to be unpacked first.
+        self._most_rows = MAX_ROWS if packer.alone else SERVED_ROWS
         self.weights = packer.weights
         held = decoder.weights
         self.weights.put_ends(held.embedding, held.norm, held.head)
@@ -84,6 +86,7 @@ class FastSteps:
             v_cache=decoder.v_cache,
             rotations=decoder.rotations,
             launcher=self._launcher,
+            most_rows=self._most_rows,
         )
 
     def detach(self) -> None:

@@ -67,6 +67,7 @@ class Megakernel:
         v_cache: the same for V.
         rotations: [context_length, 2, head_dim / 2] float32 cos and sin.
         launcher: how the kernel is started; None compiles it for the GPU.
+        most_rows: of a step that it takes, at most `MAX_ROWS`.
 
     Raises:
         ModelError: the kernel cannot be compiled, or pages do not suit it.
@@ -80,8 +81,10 @@ class Megakernel:
         v_cache: torch.Tensor,
         rotations: torch.Tensor,
         launcher: Launcher | None = None,
+        most_rows: int = SERVED_ROWS,
     ) -> None:
         self.weights = weights
+        self._most_rows = most_rows
         self.config = config = weights.config
         self.vocab_size = weights.vocab_size
         # Kept alive: the kernel knows addresses only.
@@ -134,7 +137,7 @@ class Megakernel:
 
     def takes(self, rows: Rows) -> bool:
         """Whether it runs this step faster than others do; depends on the shapes alone."""
-        return 0 < len(rows) <= SERVED_ROWS and len(rows.logit_rows) <= SERVED_ROWS
+        return 0 < len(rows) <= self._most_rows and len(rows.logit_rows) <= self._most_rows
 
     def forward(self, rows: Rows) -> StepOutput:
         """As `RowDecoder.forward`, for steps that it `takes`; can be captured."""
