@@ -58,9 +58,14 @@ DEVICES = {
     "runner, depth 1": real(1),
     "runner, depth 2": real(2),
 }
-
-
 ALWAYS = ("host", "depth 2, late")
+COSTLY = (
+    "test_against_full_recomputation",
+    "test_architectures_that_transformers_code_runs",
+    "test_copies_of_one_model_write_what_it_writes_alone",
+    "test_the_cases_reach_what_they_are_for",
+)
+"""Tests that run on the host alone, and on devices when there is time."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -68,7 +73,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if module in (*QUICK, *LONG):
         # Scripts answer by output index, which a row decoder does not know.
         kinds = [name for name in DEVICES if module in LOOKUP or not name.startswith("runner")]
-        seldom = [] if module in QUICK else [name for name in DEVICES if name not in ALWAYS]
+        always = DEVICES if module in QUICK else ALWAYS[:1] if metafunc.function.__name__ in COSTLY else ALWAYS
+        seldom = [name for name in DEVICES if name not in always]
         names = [pytest.param(name, marks=pytest.mark.slow if name in seldom else ()) for name in kinds]
         metafunc.parametrize("device", names, indirect=True)
 
