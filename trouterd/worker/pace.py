@@ -13,8 +13,12 @@ QUEUE_FROM = 0.85
 while it runs still join the next one."""
 PATIENCE = 0.05
 """A step that is over its time is looked at again after this share of the time that it has taken so far."""
+MOST_NAP = 20e-3
+"""Seconds after which a step is looked at again, whatever was expected of it."""
 _WEIGHT = 0.2
 """Of the latest step in the average."""
+_LEAP = 2.0
+"""A step counts as at most so many times what was expected: the first ones of a size may compile or load kernels."""
 
 
 class Pace:
@@ -28,10 +32,14 @@ class Pace:
         return self._expected.get(rows.bit_length(), 0.0)
 
     def observe(self, rows: int, seconds: float) -> None:
-        """A step of so many rows took so long."""
+        """A step of so many rows took so long. A shorter one than expected is believed at once: what has happened can be slept
+        through too long, but not watched too early."""
         size = rows.bit_length()
         known = self._expected.get(size)
-        self._expected[size] = seconds if known is None else known + _WEIGHT * (seconds - known)
+        if known is None or seconds < known:
+            self._expected[size] = seconds
+        else:
+            self._expected[size] = known + _WEIGHT * (min(seconds, _LEAP * known) - known)
 
     def queue_from(self, rows: int) -> float:
         """How long after the start of a running step the next one should be queued."""
@@ -41,5 +49,5 @@ class Pace:
     def nap(self, rows: int, elapsed: float) -> float:
         """How long the loop may sleep while a step runs that began so long ago; 0 = it should watch."""
         left = self.expected(rows) - elapsed
-        nap = left - WAKE_EARLY if left > 0 else PATIENCE * elapsed
+        nap = min(left - WAKE_EARLY if left > 0 else PATIENCE * elapsed, MOST_NAP)
         return nap if nap >= TICK else 0.0
