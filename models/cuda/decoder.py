@@ -178,20 +178,6 @@ class CudaDecoder:
         """Bytes of weights on this device, in all forms in which they are kept."""
         return self.weights.bytes() + self.packed_bytes
 
-    def workspace_bytes(self, rows: int, logit_rows: int) -> int:
-        """Bytes that `forward` holds at once besides weights, K and V, with T and R as given; without libraries' workspaces."""
-        from models.cuda.kernels.attention_tasks import RECORD, task_capacity
-
-        shape, cut = self.shape, self._tiles(rows)
-        group = shape.heads // shape.kv_heads
-        capacity, cells = task_capacity(rows, rows, cut.query_rows // group, cut)
-        attention = 4 * (capacity * RECORD + cells * shape.kv_heads * (cut.query_rows * (shape.head_dim + 2) + 1))
-        activations = sum(count * width for count, width in self._buffer_sizes(rows).values())
-        hidden = logit_rows * self.config.hidden_size
-        wide = self.shard.world * len(self.weights.head)
-        logits = 4 * logit_rows * (wide if self.shard.world == 1 else 2 * wide + len(self.weights.head))
-        return attention + (activations + hidden) * self.dtype.itemsize + logits
-
     def allocate_kv(self, num_pages: int) -> None:
         """Make room for `num_pages` pages and one that belongs to nobody; what was there before is gone."""
         shape = self.shape
