@@ -86,7 +86,7 @@ def test_packed_decoder_equals_a_plain_one(
     assert not any(layer.matrices for layer in packed.weights.layers)
     assert packed.weight_bytes == before + packer.weights.bytes() + 2 * 64 * 192
     # More rows than the megakernel takes, then what it is for, with the kernel detached.
-    steps: list[list[Run]] = [[(0, 0, list(range(30))), (1, 0, [5, 6, 7, 8])], [(0, 30, [9]), (1, 4, [1, 2])]]
+    steps: list[list[Run]] = [[(0, 0, list(range(62))), (1, 0, [5, 6, 7, 8])], [(0, 62, [9]), (1, 4, [1, 2])]]
     for runs in steps:
         rows = stage.device_rows(runs, table, "cpu", inactive=Inactive(after=1))
         output, expected = packed.forward(rows), plain.forward(rows)
