@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 
@@ -80,20 +80,30 @@ class ModelConfig:
         layer = attention + mlp + 2 * hidden + 2 * self.head_dim * self.qk_norm
         return self.num_layers * layer + hidden + self.vocab_size * hidden * (1 if self.tied else 2)
 
-    def served(self, directory: Path, vocab_size: int | None, context_length: int | None) -> tuple[int, int]:
-        """Ids and positions to serve of the model in `directory`; None takes all of them, more raise ModelError."""
-        context = self.context_length if context_length is None else context_length
-        if context > self.context_length:
-            raise ModelError(f"{directory}: context_length {context} is over the model's {self.context_length}")
-        ids = self.vocab_size if vocab_size is None else vocab_size
-        if ids > self.vocab_size:
-            raise ModelError(f"{directory}: the tokenizer has {ids} ids, the model only {self.vocab_size} embeddings")
-        return ids, context
-
     @classmethod
     def load(cls, directory: Path) -> ModelConfig:
         """Read `directory`/config.json. Raises ModelError."""
         return _parse(_Fields.load(Path(directory) / "config.json"))
+
+
+class Sizes(Protocol):
+    """What every kind of model's shape says of its size."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def context_length(self) -> int: ...
+
+
+def served(shape: Sizes, directory: Path, vocab_size: int | None, context_length: int | None) -> tuple[int, int]:
+    """Ids and positions to serve of the model in `directory`; None takes all of them, more raise ModelError."""
+    context = shape.context_length if context_length is None else context_length
+    if context > shape.context_length:
+        raise ModelError(f"{directory}: context_length {context} is over the model's {shape.context_length}")
+    ids = shape.vocab_size if vocab_size is None else vocab_size
+    if ids > shape.vocab_size:
+        raise ModelError(f"{directory}: the tokenizer has {ids} ids, the model only {shape.vocab_size} embeddings")
+    return ids, context
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 
 from models.attention import PagedAttention
 from models.batch import Batch, IntArray, StepOutput
-from models.config import ModelConfig
+from models.config import ModelConfig, served
 from models.decoder import Decoder
 from models.weights import resolve_dtype
 
@@ -63,7 +63,7 @@ class TorchRunner:
         """
         directory = Path(path)
         config = ModelConfig.load(directory)
-        ids, context = config.served(directory, vocab_size, context_length)
+        ids, context = served(config, directory, vocab_size, context_length)
         kind, place = resolve_dtype(dtype, config), torch.device(device)
         with torch.no_grad():
             decoder = Decoder(directory, config, dtype=kind, device=place, context_length=context, vocab_size=ids)

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from models.attention import AttentionStep, PagedAttention
 from models.batch import Batch, IntArray, StepOutput
-from models.config import ModelError
+from models.config import ModelError, served
 from models.transformers_config import TransformersConfig, modelling_class, read_configuration
 from models.transformers_trial import Trial, UnservedError
 from models.weights import IGNORED_SUFFIXES, INDEX, locate, resolve_dtype
@@ -87,12 +87,7 @@ class TransformersRunner:
         """
         directory = Path(path)
         config = TransformersConfig.load(directory)
-        context = config.context_length if context_length is None else context_length
-        if context > config.context_length:
-            raise ModelError(f"{directory}: context_length {context} is over the model's {config.context_length}")
-        ids = config.vocab_size if vocab_size is None else vocab_size
-        if ids > config.vocab_size:
-            raise ModelError(f"{directory}: the tokenizer has {ids} ids, the model only {config.vocab_size} embeddings")
+        ids, context = served(config, directory, vocab_size, context_length)
         kind, place = resolve_dtype(dtype, config), torch.device(device)
         with _quiet(), torch.inference_mode():
             model = _read_model(directory, config, kind).to(place)

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from models.batch import StepOutput
-from models.config import ModelConfig, ModelError
+from models.config import ModelConfig, ModelError, served
 from models.cuda.decoder_weights import DecoderWeights, LayerSink, LayerWeights, MatrixKind, TensorSource, load_weights
 from models.cuda.dummy import DummyWeights
 from models.cuda.heads import HeadShape
@@ -147,7 +147,7 @@ class CudaDecoder:
         directory, place, part = Path(path), torch.device(device), shard or Shard()
         config = ModelConfig.load(directory)
         source = str(directory / "config.json")
-        ids, context = config.served(directory, vocab_size, context_length)
+        ids, context = served(config, directory, vocab_size, context_length)
         kind = resolve_dtype(dtype, config)
         check_model(config, source, page_size)
         part.check(config, source)

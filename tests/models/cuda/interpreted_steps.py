@@ -1,4 +1,4 @@
-"""The kernels of a step on the CPU, through Triton's interpreter; run by test_step_kernels.py."""
+"""The kernels of a step on the CPU, through Triton's interpreter; run by test_interpreted.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "run test_step_kernels.py"
+assert os.environ.get("TRITON_INTERPRET") == "1", "run test_interpreted.py"
 
 from models import device_routes, device_runner
 from models.batch import Batch, StepOutput

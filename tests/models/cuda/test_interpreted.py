@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-SUITES = ("interpreted.py", "interpreted_head.py", "interpreted_split.py", "interpreted_unpack.py")
+SUITES = {
+    "interpreted.py": 120,
+    "interpreted_head.py": 120,
+    "interpreted_split.py": 120,
+    "interpreted_steps.py": 400,
+    "interpreted_unpack.py": 120,
+}
+"""Seconds that one test of each may take."""
 
 
 @pytest.mark.timeout(600)
@@ -31,7 +38,7 @@ def test_kernels_under_the_interpreter(name: str, marks: str) -> None:
             "-m",
             marks,
             "--timeout",
-            "120",
+            str(SUITES[name]),
             str(suite),
         ],
         env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
