@@ -142,4 +142,4 @@ def _stationary(moves: Floats) -> Floats:
     equations[-1] = 1.0
     right = np.zeros(len(moves))
     right[-1] = 1.0
-    return np.linalg.solve(equations, right)
+    return np.asarray(np.linalg.solve(equations, right), dtype=np.float64)

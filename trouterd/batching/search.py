@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -14,6 +15,9 @@ _SLACK = 0.005
 _DENSE = 8
 _GROWTH = 1.2
 _STRIDE = 3
+_PARTS = 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4
+"""Of all requests: candidates of a fast model that has to wait too."""
+_FEW = 6
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Found:
 def search(predictor: Predictor, active: int, max_batch: int | None = None) -> Found:
     """By the reduction: a coarse pass over candidates of the slow model, then the neighbours of the best.
 
-    The fast model waits too where models slow each other down: 1, N/8, N/4 and N/2 are tried for it.
+    The fast model waits too where models slow each other down: eighths of the requests are tried for it, or everything up to 6.
 
     Args:
         predictor: of the network.
@@ -79,7 +83,9 @@ def _fast_candidates(predictor: Predictor, size: int, most: int) -> Sequence[int
     pair = predictor.pair
     if pair is None or predictor.network.size > 2 or pair.fast_contention == pair.slow_contention == 0:
         return (1,)
-    return sorted({min(most, max(1, part)) for part in (1, size // 8, size // 4, size // 2)})
+    if size <= _FEW:
+        return range(1, most + 1)
+    return sorted({1, *(min(most, math.ceil(size * part)) for part in _PARTS)})
 
 
 def _candidates(most: int) -> list[int]:
