@@ -91,7 +91,7 @@ def test_lone_request_is_let_go_by_linger_and_by_guard() -> None:
     network = Network.pair((StepTime.affine(1), StepTime.affine(2)), 0.5)
     policy = Delayed([[5], [5]], linger=0.25)
     outcome = simulate(network, policy, ScriptWorkload([[0, 0, 0, 0, 0, 0, 0, 0], [1]]), 100)
-    # The guard lets the first one go whenever nothing runs, at 0 s and from 2.25 s on; the second waits from 0 s, the first from 1 s.
+    # The guard lets the first one go whenever nothing runs: at 0 s, from 2.25 s on. The second waits from 0 s, the first from 1 s.
     assert outcome.longest_hold == pytest.approx(0.25)
     assert policy.reasons[Reason.LINGER] == 2
     assert policy.reasons[Reason.GUARD] == 7

@@ -118,6 +118,8 @@ class _Report:
         yield ""
         for name, thresholds in zip(self._network.names, self._lists.lists, strict=True):
             yield f"B[n] of {name} for n = 1 to {self._concurrency}: {_words(thresholds)}"
+        if self._network.size > 2:
+            yield "These lists let only the slowest model wait."
 
     def _costs(self, tokens_per_second: float) -> Costs:
         return Costs.of(tokens_per_second, self._concurrency, self._gpus)
