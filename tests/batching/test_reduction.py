@@ -71,6 +71,23 @@ def test_many_requests_as_few() -> None:
     )
 
 
+def test_requests_that_move_together() -> None:
+    """Certain moves: whoever starts together stays together, in batches of all; other batch sizes would last for ever too."""
+    pair = Network.pair((StepTime.affine(1), StepTime.affine(8)), 1.0)
+    for count in (4, 20, 100):
+        for thresholds in ((1, 1), (1, 2), (count // 2, count // 2)):
+            assert Predictor(pair, count).steps_per_second(count, thresholds) == pytest.approx(2 * count / 9)
+    assert solve(pair, 4, (1, 1)).steps_per_second == pytest.approx(8 / 9)
+
+
+@pytest.mark.parametrize("thresholds", [(1, 1), (6, 1), (9, 4)])
+def test_slow_entry(thresholds: tuple[int, int]) -> None:
+    """Which of the two is the entry makes no difference."""
+    pair = Network.pair((StepTime.affine(8, 0.1), StepTime.affine(1)), 0.7, back=0.2, contention=(0.1, 1.0))
+    outcome = simulate(pair, constant(thresholds), MarkovWorkload(pair.routing, 12, 4), 25_000)
+    assert Predictor(pair, 12).steps_per_second(12, thresholds) == pytest.approx(outcome.steps_per_second, rel=0.04)
+
+
 def test_models_that_are_not_used() -> None:
     times = (StepTime.affine(1, 0.1), StepTime.affine(5, 0.2))
     never = Network.pair(times, 0.0)

@@ -14,7 +14,7 @@ Matrix = tuple[tuple[float, ...], ...]
 
 _SUM_TOLERANCE = 1e-6
 _SQUARINGS = 60
-"""Of the lazy routing matrix: 2^60 moves, after which the shares of the slowest chain have settled."""
+"""Of a lazy transition matrix: 2^60 moves, after which the slowest chain has settled."""
 
 
 class NetworkError(ValueError):
@@ -111,7 +111,8 @@ class Network:
         for row in self.routing:
             if abs(sum(row) - 1) > _SUM_TOLERANCE:
                 raise NetworkError(f"routing: the row {list(row)} sums to {sum(row):g}, not to 1")
-        object.__setattr__(self, "shares", _shares(self.routing))
+        shares = long_run(np.array(self.routing), np.eye(count)[0])
+        object.__setattr__(self, "shares", tuple(shares.tolist()))
         if self.tokens_per_step <= 0:
             raise NetworkError("commit: no move that happens commits a token")
 
@@ -180,10 +181,10 @@ def _check_matrix(name: str, matrix: Matrix, count: int) -> None:
         raise NetworkError(f"{name}: values must be 0 or more")
 
 
-def _shares(routing: Matrix) -> tuple[float, ...]:
-    # Lazy, so that periodic routes settle too; squared, so that routes that are left once and never again need no special case.
-    moves = (np.eye(len(routing)) + np.array(routing)) / 2
+def long_run(moves: Floats, start: Floats) -> Floats:
+    """Shares of time in each state of a chain that starts by a law; any chain, periodic and reducible ones included."""
+    lazy = (np.eye(len(moves)) + moves) / 2  # periods settle too
     for _ in range(_SQUARINGS):
-        moves = moves @ moves
-        moves /= moves.sum(axis=1, keepdims=True)
-    return tuple(float(share) for share in moves[0])
+        lazy = lazy @ lazy
+        lazy /= lazy.sum(axis=1, keepdims=True)
+    return np.asarray(start @ lazy)

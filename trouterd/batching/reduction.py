@@ -12,10 +12,11 @@ import math
 import numpy as np
 
 from trouterd.batching.binomial import pmf
-from trouterd.batching.network import Floats
+from trouterd.batching.network import Floats, long_run
 from trouterd.batching.pair import Pair
 
 _MEAN_FIELD_ROUNDS = 4
+_UNSETTLED = 1e-8
 _MEAN_WAIT = 0.5
 """Of a fast step: how long one who comes back waits for the fast model."""
 
@@ -51,7 +52,8 @@ class Reduction:
         first = slow_threshold
         below = self._waiting[first - 1 :, :first] @ self._visits[:first, :first]
         launch = self._waiting[first - 1 :, first:] + below @ self._jumps[:first, first:]
-        law = _stationary(launch)
+        # All requests begin at the fast model.
+        law = _stationary(launch, self._visits[0, :first] @ self._jumps[:first, first:])
         seconds = self._durations[first - 1 :] + below @ self._pauses[:first]
         return float(law @ self._launches[first - 1 :] / (law @ seconds) / self._pair.slow_share)
 
@@ -136,10 +138,15 @@ class Reduction:
         return jumps, pauses
 
 
-def _stationary(moves: Floats) -> Floats:
-    """The law that a transition matrix leaves as it is."""
+def _stationary(moves: Floats, start: Floats) -> Floats:
+    """The law that a transition matrix leaves as it is; of several ones, that which the start leads to."""
     equations = moves.T - np.eye(len(moves))
     equations[-1] = 1.0
     right = np.zeros(len(moves))
     right[-1] = 1.0
-    return np.asarray(np.linalg.solve(equations, right), dtype=np.float64)
+    try:
+        law = np.asarray(np.linalg.solve(equations, right), dtype=np.float64)
+    except np.linalg.LinAlgError:
+        return long_run(moves, start)
+    settled = np.abs(law @ moves - law).max() < _UNSETTLED and law.min() > -_UNSETTLED
+    return law if settled else long_run(moves, start)
