@@ -52,7 +52,7 @@ def plan(network: Network, concurrency: int, max_batch: int | None = None) -> Ba
 
     Pure and deterministic; up to 0.15 s of one core for 256 requests, so call it in a thread. Numbers of requests above 8 are
     searched in steps of 25 %; between them thresholds and rates are interpolated. Of three and more models only the slowest waits;
-    where they also slow each other down, predictions are 10 to 20 % too low and `survey.survey` finds better thresholds.
+    where they also slow each other down, predictions are up to a fifth too low and `survey.survey` finds better thresholds.
 
     Args:
         network: the deployment, with step times as measured without contention.

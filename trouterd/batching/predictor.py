@@ -31,7 +31,7 @@ class Predictor:
 
     @property
     def reliable(self) -> bool:
-        """Whether the reduction holds: not where three or more models slow each other down (10 to 20 % too low there)."""
+        """Whether the reduction holds: not where three or more models slow each other down (up to a fifth too low there)."""
         return self.network.size == 2 or not any(self.network.contention)
 
     def covers(self, thresholds: Sequence[int]) -> bool:
