@@ -42,6 +42,7 @@ def vocab(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     monkeypatch.setattr(step_kernels, "_CHUNK", 32)
     monkeypatch.setattr(step_kernels, "_LIST", 40)
     monkeypatch.setattr(step_kernels, "_TILE", 16)
+    monkeypatch.setattr(step_kernels, "_BUCKETS", 16)
     return 150
 
 
@@ -60,6 +61,7 @@ def test_draws_are_the_reference_samplers(kind: str, vocab: int) -> None:
         assert record.alive.all()
         assert record.tokens.tolist() == reference(logits, setups, index).tolist(), setups
         assert not bench.kernels.counters.any()
+        assert not bench.kernels.masses.any()
 
 
 class InterpretedSteps:

@@ -242,3 +242,4 @@ def test_draws_are_the_reference_samplers(kind: str, vocab: int) -> None:
         wrong = [row for row in range(count) if record.tokens[row] != expected[row]]
         assert not wrong, [(setups[row], int(record.tokens[row]), expected[row]) for row in wrong]
         assert not bench.kernels.counters.any()
+        assert not bench.kernels.masses.any()
