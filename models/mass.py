@@ -2,7 +2,7 @@
 
 Sums of floats depend on their order, and exp on who computes it. A cut at a share of the mass would then fall elsewhere on
 another device now and then. These integers are the same bits everywhere and may be summed in any order: less than 2**21 of
-them fit int64. Relative to exp they are up to 6e-8 off, the rounding of float32, and rounded down to units.
+them fit int64. Relative to exp they are less than 7e-8 off, as by the rounding of float32, and rounded down to units.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ UNIT_BITS = 42
 """exp(0) is 2**UNIT_BITS."""
 STEP_BITS = 24
 """The exponent, -y * log2(e), is rounded down to multiples of 2**-STEP_BITS."""
-STEPS_PER_NAT = round(2**27 * 1.4426950408889634) / 2.0 ** (27 - STEP_BITS)
-"""28 significant bits: its product with a float32 is exact in float64."""
+STEPS_PER_NAT = round(2**28 * 1.4426950408889634) / 2.0 ** (28 - STEP_BITS)
+"""29 significant bits: its product with a float32 is exact in float64."""
 MOST_STEPS = float(63 << STEP_BITS)
 """From here on the mass is 0."""
 FACTOR_BITS = 30

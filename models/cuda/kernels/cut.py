@@ -125,12 +125,12 @@ def _survey(bound, last, least, key, head, source, TILE: tl.constexpr):
     top, chosen, deep = best_of(depth, name, tl.where(kept, score, _NEVER))
     for start in range(TILE, source[0], TILE):
         far, far_name = _tile(start, source, TILE)
-        far, far_name, masses, score = _rated(far, far_name, least, key)
-        kept = _kept(far, far_name, bound, last)
-        total += tl.sum(tl.where(kept, masses, 0), axis=0)
-        score, other, low = best_of(far, far_name, tl.where(kept, score, _NEVER))
-        better = beats(score, other, top, chosen)
-        top = tl.where(better, score, top)
+        far, far_name, far_masses, far_score = _rated(far, far_name, least, key)
+        far_kept = _kept(far, far_name, bound, last)
+        total += tl.sum(tl.where(far_kept, far_masses, 0), axis=0)
+        far_top, other, low = best_of(far, far_name, tl.where(far_kept, far_score, _NEVER))
+        better = beats(far_top, other, top, chosen)
+        top = tl.where(better, far_top, top)
         chosen = tl.where(better, other, chosen)
         deep = tl.where(better, low, deep)
     return total, top, chosen, deep

@@ -162,9 +162,9 @@ def gather_nucleus(
             bucket = _bucket_of(y, scale, BUCKETS)
             drawn = (bucket < edge) & (y >= least) & (name < vocab)
             score = tl.where(drawn, y.to(tl.float64) - exact_noise(key, name), NEVER)
-            score, other, _depth = best_of(bucket, name, score)
-            better = beats(score, other, top, chosen)
-            top = tl.where(better, score, top)
+            chunk_top, other, _depth = best_of(bucket, name, score)
+            better = beats(chunk_top, other, top, chosen)
+            top = tl.where(better, chunk_top, top)
             chosen = tl.where(better, other, chosen)
             append((bucket == edge) & (name < vocab), y, name, depths, ids, size, LIST)
     return top, chosen

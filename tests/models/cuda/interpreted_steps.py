@@ -23,7 +23,7 @@ from models.kv_cache import KvCache
 from models.resident import DeviceRoute, StepRecord, StepRows
 from models.rows import RowDecoder, Runs
 from models.slots import SlotTable
-from tests.models.cuda.draws import KINDS, Bench, random_logits, random_setups, reference
+from tests.models.cuda.draws import CUTS, KINDS, Bench, asked, edge_setups, random_logits, random_setups, reference
 from tests.models.hash_rows import PAGE, HashRows
 from tests.models.schedules import ROUTES, Schedule
 
@@ -62,6 +62,48 @@ def test_draws_are_the_reference_samplers(kind: str, vocab: int) -> None:
         assert record.tokens.tolist() == reference(logits, setups, index).tolist(), setups
         assert not bench.kernels.counters.any()
         assert not bench.kernels.masses.any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "cuts"),
+    [
+        ("levels", CUTS[:2]),
+        ("tail", ((40, 0.39),)),
+        ("flat", CUTS[1:2]),
+        *(pytest.param(kind, CUTS, marks=pytest.mark.slow) for kind in (*KINDS, "levels") if kind != "huge"),
+    ],
+)
+@pytest.mark.parametrize("vocab", ["small"], indirect=True)
+def test_cuts_end_at_the_reference_samplers_last_id(kind: str, cuts: Sequence[tuple[int, float]], vocab: int) -> None:
+    logits = random_logits(kind, 1, vocab, 5)
+    asks = [asked(temperature=1.0, top_k=k, top_p=p) for k, p in cuts]
+    setups = [edge for ask in asks for edge in edge_setups(logits[0], ask, 3000)]
+    assert len(setups) >= len(cuts)
+    rows = logits.expand(len(setups), -1)
+    bench, index = Bench.of(vocab, len(setups), "cpu", on_device=False), np.zeros(len(setups), np.int64)
+    record = bench.draw(rows, setups, index)
+    assert record.tokens.tolist() == reference(rows, setups, index).tolist(), setups
+    assert not bench.kernels.counters.any()
+    assert not bench.kernels.masses.any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "top_k"),
+    [
+        ("flat", 0),
+        pytest.param("equal", 0, marks=pytest.mark.slow),
+        pytest.param("flat", 100, marks=pytest.mark.slow),
+    ],
+)
+def test_a_large_vocabulary_is_cut_as_by_the_reference_sampler(kind: str, top_k: int) -> None:
+    vocab = 151_936
+    logits = random_logits(kind, 1, vocab, 2)
+    bench = Bench.of(vocab, 1, "cpu", on_device=False)
+    setups = [asked(temperature=0.9, top_p=0.8, top_k=top_k, seed=4)]
+    index = np.zeros(1, np.int64)
+    record = bench.draw(logits, setups, index)
+    assert record.tokens.tolist() == reference(logits, setups, index).tolist()
+    assert not bench.kernels.masses.any()
 
 
 class InterpretedSteps:
