@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import platform
+
 import torch
 import triton
 
 from models.cuda.inbox import Inbox
 from models.cuda.kernels.choose import choose
 from models.cuda.kernels.finish import finish
-from models.cuda.kernels.ingest import ingest
+from models.cuda.kernels.ingest import fetch, ingest
 from models.cuda.kernels.nucleus import weigh
 from models.cuda.kernels.scan import GROUPS, IDS, QUANTITIES, scan
 from models.cuda.record_ring import RecordRing
@@ -24,6 +26,8 @@ _TILE = 1024
 _BUCKETS = 1024
 """Of the mass of a row with top_p; the list takes one of them."""
 _BLOCK = 256
+_ORDERED = platform.machine() in ("x86_64", "AMD64")
+"""Whether a device sees the host's stores in program order: see `kernels.ingest`."""
 _PROGRAMS = 264
 """Programs of a choice: what a large GPU holds at once."""
 
@@ -50,8 +54,9 @@ class StepKernels:
         self._on_device = on_device
         self.inbox = Inbox(entries, rows, pinned=on_device)
         self.records = RecordRing(entries, wanted, pinned=on_device)
-        self.clock = torch.zeros(2, dtype=torch.int64, device=device)
-        """Turns done; start of the turn in progress."""
+        self.clock = torch.zeros(3, dtype=torch.int64, device=device)
+        """Turns done; start of the turn in progress; the turn after it."""
+        self._fetched = torch.zeros(self.inbox.entry_words, dtype=torch.int32, device=device)
         self._rows = torch.zeros(5, rows, dtype=torch.int32, device=device)
         self._logit_rows = torch.zeros(rows, dtype=torch.int32, device=device)
         self._decided = torch.zeros(1, dtype=torch.int32, device=device)
@@ -108,6 +113,7 @@ class StepKernels:
         ring = entry is None
         ingest[(1,)](
             inbox.memory if entry is None else entry,
+            self._fetched,
             self.clock,
             self._slots.cells,
             rows.tokens,
@@ -126,6 +132,27 @@ class StepKernels:
             ON_DEVICE=self._on_device,
             num_warps=8,
         )
+
+    def fetch(self, likely: int) -> None:
+        """After `take_in`, beside what follows: bring the next turn's entry of `likely` rows here, if it is there already."""
+        if not _ORDERED:
+            return
+        fetch[(1,)](
+            self.inbox.memory,
+            self._fetched,
+            self.clock,
+            self.inbox.entries,
+            self.inbox.entry_words,
+            self.inbox.span,
+            likely,
+            BLOCK=_BLOCK,
+            ON_DEVICE=self._on_device,
+            num_warps=8,
+        )
+
+    def forget(self) -> None:
+        """What has been fetched is void: the entry is written again."""
+        self._fetched.zero_()
 
     def draw(self, rows: Rows, logits: torch.Tensor, *, ends: bool) -> None:
         """A token for every decided logit row; with `ends` the step ends there, else routes see their inputs."""
