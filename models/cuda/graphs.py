@@ -56,8 +56,10 @@ class GraphPool:
         self._branch.wait_stream(stream)
         with torch.cuda.stream(self._branch):
             work()
-        yield
-        stream.wait_stream(self._branch)
+        try:
+            yield
+        finally:
+            stream.wait_stream(self._branch)
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
