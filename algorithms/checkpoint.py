@@ -1,4 +1,4 @@
-"""Reads files of trained heads: tensors and plain values only, never code."""
+"""Reads files of trained heads: tensors and plain values only, never code. Beside a file may lie what its trainer says of it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from algorithms.registry import AlgorithmError
+
+
+class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
+    """What `<checkpoint>.json` says of a trained head; further fields are its trainer's own."""
+
+    algorithm: str
+    model: str
+    """The small model that it was trained for, as its trainer was given it."""
+    hidden_size: int
+    threshold: float
+    """The calibrated one."""
 
 
 def load_mapping(path: Path, key: str) -> dict[str, Any]:
@@ -36,6 +50,47 @@ def load_mapping(path: Path, key: str) -> dict[str, Any]:
     return content
 
 
+def load_safetensors(path: Path, key: str) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file. Raises AlgorithmError as `load_mapping` does."""
+    try:
+        return load_file(path)
+    except OSError as error:
+        raise AlgorithmError(f"{key}: {path}: {error.strerror or error}", key) from error
+    except SafetensorError as error:
+        raise AlgorithmError(f"{key}: {path}: not a safetensors file: {error}", key) from error
+
+
+def load_sidecar(checkpoint: Path, key: str, algorithm: str, hidden_size: int) -> Sidecar | None:
+    """What lies beside a checkpoint as `<checkpoint>.json`, None if nothing does.
+
+    Args:
+        checkpoint: the head's file.
+        key: the parameter that names it, for messages.
+        algorithm: what the head must have been trained for.
+        hidden_size: of the model that it is to serve.
+
+    Raises:
+        AlgorithmError: not such a file, or one of another algorithm or hidden size.
+    """
+    path = checkpoint.with_name(f"{checkpoint.name}.json")
+    if not path.exists():
+        return None
+    try:
+        sidecar = msgspec.json.decode(path.read_bytes(), type=Sidecar)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise AlgorithmError(f"{key}: {path}: {error}", key) from error
+    if sidecar.algorithm != algorithm:
+        raise AlgorithmError(f"{key}: {path}: algorithm: {sidecar.algorithm!r}; {algorithm!r} is needed", key)
+    if sidecar.hidden_size != hidden_size:
+        raise AlgorithmError(
+            f"{key}: {path}: hidden_size: {sidecar.hidden_size}, of {sidecar.model!r}; the entry model has {hidden_size}",
+            key,
+        )
+    if not 0 <= sidecar.threshold <= 1:
+        raise AlgorithmError(f"{key}: {path}: threshold: {sidecar.threshold}; 0 to 1 is needed", key)
+    return sidecar
+
+
 class Tensors:
     """The state dict of one file; a missing key or another shape is an error that names both."""
 
@@ -56,6 +111,19 @@ class Tensors:
             raise self.error(f"{name}: has shape {tuple(tensor.shape)}, {shape} is needed")
         self._taken.add(name)
         return tensor.double()
+
+    def has(self, name: str) -> bool:
+        """Whether the file holds such a tensor."""
+        return name in self._tensors
+
+    def columns(self, name: str) -> int:
+        """Width of the named matrix. Raises AlgorithmError."""
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise self.error(f"{name}: missing")
+        if tensor.dim() != 2:
+            raise self.error(f"{name}: has shape {tuple(tensor.shape)}, a matrix is needed")
+        return tensor.shape[1]
 
     def finish(self, ignored: tuple[str, ...] = ()) -> None:
         """Refuse names that nothing has asked for: they would change the answer. Raises AlgorithmError."""
