@@ -164,7 +164,7 @@ class Algorithm:
     state of its own has to clear it itself, on the class or in `__init__`. The other breaches are found when a worker starts; such
     algorithms are decided by the host, which costs the steps that they are in their place in the queue."""
 
-    warms_peers: ClassVar[bool] = True
+    warms_peers: bool = True
     """The entry's: the peers get the prompt as soon as the request is admitted, and prefill it while the entry writes. False where
     most requests never get there."""
 

@@ -5,10 +5,7 @@ Source: RouteLLM, arXiv 2406.18665, whose checkpoints are read as they are: as t
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +16,14 @@ from torch.nn import functional
 
 from algorithms.checkpoint import Tensors, load_mapping
 from algorithms.registry import AlgorithmError
+from models.quiet import quiet
 
 _KEY = "checkpoint"
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _LABELS = 3
+
+STRONG, WEAK = 24, 36
+"""Rows of the two models that RouteLLM's own matrix factorisation was trained for."""
 
 
 class Classifier:
@@ -43,7 +44,7 @@ class Classifier:
             if config.num_labels != _LABELS:
                 raise _error(path, f"config.json: {config.num_labels} labels, {_LABELS} are needed")
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-            with _silence():
+            with quiet():
                 model, report = AutoModelForSequenceClassification.from_pretrained(
                     path, config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True
                 )
@@ -89,7 +90,7 @@ class MatrixFactorization:
         tensors.finish()
         self._projected = weights @ project
 
-    def __call__(self, embedding: Sequence[float], strong: int, weak: int) -> float:
+    def __call__(self, embedding: Sequence[float], strong: int = STRONG, weak: int = WEAK) -> float:
         """The score of a prompt.
 
         Raises:
@@ -124,10 +125,3 @@ def _tensors(file: Path) -> dict[str, Any]:
 
 def _error(path: Path, problem: str) -> AlgorithmError:
     return AlgorithmError(f"{_KEY}: {path}: {problem}", _KEY)
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """No progress bars."""
-    with contextlib.redirect_stderr(io.StringIO()):
-        yield

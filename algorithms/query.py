@@ -23,6 +23,7 @@ from msgspec import Meta
 
 from algorithms.base import Algorithm, Definition, PromptView, RouteContext, StepResult
 from algorithms.confidence_head import ConfidenceHead
+from algorithms.prompt_scores import STRONG, WEAK
 from models.rng import Purpose, uniform
 
 
@@ -36,10 +37,13 @@ class QueryParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         float, Meta(ge=0, description="Score from which on the strong model writes; 0 = always, 1e9 = never.")
     ]
     checkpoint: Annotated[
-        str, Meta(description="Of a trained source: directory of the classifier, file or directory of mf, file of the head.")
+        str,
+        Meta(
+            description="Of a trained source: directory of the classifier, file or directory of mf, file of the head."
+        ),
     ] = ""
-    strong: Annotated[int, Meta(ge=0, le=1 << 20, description="mf: row of the strong model.")] = 24
-    weak: Annotated[int, Meta(ge=0, le=1 << 20, description="mf: row of the weak model.")] = 36
+    strong: Annotated[int, Meta(ge=0, le=1 << 20, description="mf: row of the strong model.")] = STRONG
+    weak: Annotated[int, Meta(ge=0, le=1 << 20, description="mf: row of the weak model.")] = WEAK
 
 
 class QueryWeak(Algorithm):

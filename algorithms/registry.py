@@ -23,7 +23,17 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
-from msgspec.inspect import EnumType, FloatType, IntType, LiteralType, Metadata, Type, UnionType, VarTupleType, type_info
+from msgspec.inspect import (
+    EnumType,
+    FloatType,
+    IntType,
+    LiteralType,
+    Metadata,
+    Type,
+    UnionType,
+    VarTupleType,
+    type_info,
+)
 from msgspec.structs import FieldInfo
 
 import algorithms
@@ -150,7 +160,8 @@ def _check_length(definition: Definition, name: str, given: int, configured: msg
     count = sum(number.startswith(f"{name}.") for number in numeric_params(configured))
     if given != count:
         raise AlgorithmError(
-            f"algorithm {definition.name!r}, parameter {name!r}: needs {count} numbers, as configured, not {given}", name
+            f"algorithm {definition.name!r}, parameter {name!r}: needs {count} numbers, as configured, not {given}",
+            name,
         )
 
 

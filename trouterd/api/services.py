@@ -13,6 +13,7 @@ from aiohttp import web
 from trouterd.api.catalog import Catalog
 from trouterd.api.engine import EngineClient
 from trouterd.api.schema import FieldCensus, Overrides
+from trouterd.api.scores import Scores
 from trouterd.metrics import Family
 
 CheckParams = Callable[[str, Overrides], Awaitable[dict[str, float]]]
@@ -29,6 +30,7 @@ class Services:
     engine: EngineClient
     catalog: Catalog
     check_params: CheckParams
+    scores: Scores
     worker_metrics: WorkerMetrics
     census: FieldCensus
     api_keys: tuple[bytes, ...] = ()

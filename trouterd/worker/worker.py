@@ -21,7 +21,7 @@ from trouterd.worker.outbound import Outbound
 from trouterd.worker.outcomes import Outcomes
 from trouterd.worker.pipeline import PipelinedStepper
 from trouterd.worker.registry import Registry
-from trouterd.worker.request import Request, State
+from trouterd.worker.request import State
 from trouterd.worker.route import WorkerRoute
 from trouterd.worker.scheduler import Chunk, Scheduler
 from trouterd.worker.stats import Stats
