@@ -1,4 +1,4 @@
-"""Reads files of trained heads: tensors and plain values only, never code. Beside a file may lie what its trainer says of it."""
+"""Reads files of trained heads: tensors and plain values only, never code."""
 
 from __future__ import annotations
 
@@ -7,23 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from algorithms.registry import AlgorithmError
-
-
-class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
-    """What `<checkpoint>.json` says of a trained head; further fields are its trainer's own."""
-
-    algorithm: str
-    model: str
-    """The small model that it was trained for, as its trainer was given it."""
-    hidden_size: int
-    threshold: float
-    """The calibrated one."""
 
 
 def load_mapping(path: Path, key: str) -> dict[str, Any]:
@@ -58,37 +46,6 @@ def load_safetensors(path: Path, key: str) -> dict[str, torch.Tensor]:
         raise AlgorithmError(f"{key}: {path}: {error.strerror or error}", key) from error
     except SafetensorError as error:
         raise AlgorithmError(f"{key}: {path}: not a safetensors file: {error}", key) from error
-
-
-def load_sidecar(checkpoint: Path, key: str, algorithm: str, hidden_size: int) -> Sidecar | None:
-    """What lies beside a checkpoint as `<checkpoint>.json`, None if nothing does.
-
-    Args:
-        checkpoint: the head's file.
-        key: the parameter that names it, for messages.
-        algorithm: what the head must have been trained for.
-        hidden_size: of the model that it is to serve.
-
-    Raises:
-        AlgorithmError: not such a file, or one of another algorithm or hidden size.
-    """
-    path = checkpoint.with_name(f"{checkpoint.name}.json")
-    if not path.exists():
-        return None
-    try:
-        sidecar = msgspec.json.decode(path.read_bytes(), type=Sidecar)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise AlgorithmError(f"{key}: {path}: {error}", key) from error
-    if sidecar.algorithm != algorithm:
-        raise AlgorithmError(f"{key}: {path}: algorithm: {sidecar.algorithm!r}; {algorithm!r} is needed", key)
-    if sidecar.hidden_size != hidden_size:
-        raise AlgorithmError(
-            f"{key}: {path}: hidden_size: {sidecar.hidden_size}, of {sidecar.model!r}; the entry model has {hidden_size}",
-            key,
-        )
-    if not 0 <= sidecar.threshold <= 1:
-        raise AlgorithmError(f"{key}: {path}: threshold: {sidecar.threshold}; 0 to 1 is needed", key)
-    return sidecar
 
 
 class Tensors:

@@ -18,12 +18,11 @@ import torch
 from msgspec import Meta
 
 from algorithms.base import Algorithm, Definition, ReturnAfterOne, RouteContext, StepResult
-from algorithms.checkpoint import load_sidecar
 from algorithms.confidence_head import ConfidenceHead
-from algorithms.head_threshold import Fallback, calibrated, in_force
+from algorithms.head_threshold import Threshold, choose, in_force, sidecar_threshold
 
-_FALLBACK = Fallback(
-    0.98, "as in the experiments of arXiv 2610.12242 (the official code: 0.95, or 0.5 in its function)"
+_FALLBACK = Threshold(
+    0.98, "not calibrated: that of arXiv 2610.12242 (the official code: 0.95 on its command line, 0.5 in its function)"
 )
 
 
@@ -51,8 +50,8 @@ class CiterEntry(Algorithm):
         super().__init__(context, params)
         path = Path(params.checkpoint)
         self._head = ConfidenceHead.load(path, "checkpoint", context)
-        sidecar = load_sidecar(path, "checkpoint", "citer", context.hidden_size)
-        self._calibrated = calibrated("citer", params.threshold, path, sidecar, _FALLBACK)
+        calibrated = sidecar_threshold(path, "checkpoint", context.hidden_size, ("citer",))
+        self._default = choose("citer", params.threshold, calibrated, _FALLBACK)
 
     def confidence(self, step: StepResult) -> torch.Tensor:
         """[R] float32 confidence that each row's token will do."""
@@ -60,7 +59,7 @@ class CiterEntry(Algorithm):
 
     def route(self, step: StepResult) -> torch.Tensor:
         """1 where s < threshold."""
-        return (self.confidence(step) < in_force(step.params["threshold"], self._calibrated)).long()
+        return (self.confidence(step) < in_force(step.params["threshold"], self._default)).long()
 
 
 def _side(index: int) -> type[Algorithm]:

@@ -1,8 +1,8 @@
 """Hand over where the small model itself has learned to defer.
 
-Rule: with P = sigmoid(d) of the deferral logit (see `defer_head`) at output index t, the entry hands over when P > eta_t; its sample
-is dropped and the peer answers for that position (rewrite family). The first output token is routed too; at equality the small
-model's token stays. eta_t is the threshold all along, or falls to it from 1 over the first W tokens:
+Rule: with P = sigmoid(d) of the deferral logit (see `defer_head`) at output index t, the entry hands over when P > eta_t; its
+sample is dropped and the peer answers for that position (rewrite family). The first output token is routed too; at equality the
+small model's token stays. eta_t is the threshold all along, or falls to it from 1 over the first W tokens:
     linear: 1 + (eta - 1) t / W    cosine: eta + (1 - eta) (1 + cos(pi t / W)) / 2    exponential: eta^(t / W)
 Mode `defer`: the peer writes one token. Mode `compose`: it tells its likeliest tokens, and the entry writes the likeliest of
 (1 - P) p_small + P p_large.
@@ -21,16 +21,16 @@ import torch
 from msgspec import Meta
 
 from algorithms.base import Algorithm, Definition, Handoff, OutputView, ReturnAfterOne, RouteContext, StepResult
-from algorithms.checkpoint import load_sidecar
 from algorithms.defer_head import DeferHead
-from algorithms.head_threshold import Fallback, calibrated, in_force
+from algorithms.head_threshold import Threshold, choose, in_force, sidecar_threshold
 from algorithms.mixture import Opinion, likeliest
 from algorithms.registry import AlgorithmError
 
 Schedule = Literal["constant", "linear", "cosine", "exponential"]
 
-_FALLBACK = Fallback(
-    0.5, "the official code's own where it has searched for none (arXiv 2610.12242 uses 0.15 for its model)"
+_FALLBACK = Threshold(
+    0.5,
+    "not calibrated: the official code's where it has searched for none (arXiv 2610.12242: 0.15 for a model of its own)",
 )
 _OPINION, _SHARE = "opinion", "share"
 """Keys of a request's state on either side."""
@@ -87,7 +87,7 @@ class CollmEntry(Algorithm):
 
     def __init__(self, context: RouteContext, params: CollmParams) -> None:
         super().__init__(context, params)
-        self._head, self._calibrated = _head(context, params)
+        self._head, self._default = _head(context, params)
         self._schedule = params.schedule
         self._composes = params.mode == "compose"
         if self._composes:
@@ -99,7 +99,7 @@ class CollmEntry(Algorithm):
 
     def route(self, step: StepResult) -> torch.Tensor:
         """1 where P > eta_t."""
-        eta = in_force(step.params["threshold"], self._calibrated)
+        eta = in_force(step.params["threshold"], self._default)
         deferral = self.deferral(step)
         away = deferral > scheduled(eta, step.index, step.params["warmup"], self._schedule)
         if self._composes:
@@ -145,15 +145,15 @@ def _head(context: RouteContext, params: CollmParams) -> tuple[DeferHead, float]
     """The head, and what a threshold below 0 means. Raises AlgorithmError."""
     if params.checkpoint:
         path = Path(params.checkpoint)
-        sidecar = load_sidecar(path, "checkpoint", "collm", context.hidden_size)
         head = DeferHead.load(path, "checkpoint", context)
-        return head, calibrated("collm", params.threshold, path, sidecar, _FALLBACK)
+        calibrated = sidecar_threshold(path, "checkpoint", context.hidden_size, ("collm",))
+        return head, choose("collm", params.threshold, calibrated, _FALLBACK)
     if context.defer is None:
         raise AlgorithmError(
             f"checkpoint: set it to a file with defer.weight: model '{context.models[0]}' has no <|defer|> row of its own",
             "checkpoint",
         )
-    return DeferHead(context.defer), calibrated("collm", params.threshold, None, None, _FALLBACK)
+    return DeferHead(context.defer), choose("collm", params.threshold, None, _FALLBACK)
 
 
 def _opinion(step: StepResult, row: int) -> Opinion:

@@ -14,7 +14,7 @@ import torch
 from ipc.messages import Message, Nack, NackReason, PeerReq, Warm
 from models.script import ScriptRunner
 from models.torch_runner import TorchRunner
-from tests.algorithms.heads import save_confidence
+from tests.algorithms.heads import confidence_net, write_confidence
 from tests.harness import Answer, Cluster
 from tests.models.tiny import tiny_qwen3
 from trouterd.config import Route
@@ -208,7 +208,7 @@ async def test_hidden_state_of_the_prompt_decides(tmp_path: Path) -> None:
         name: TorchRunner.load(folder, num_pages=64, page_size=8, vocab_size=258)
         for name, folder in zip(("small", "large"), folders, strict=True)
     }
-    confidence = save_confidence(tmp_path / "head.pth", runners["small"].hidden_size, seed=3)
+    confidence = write_confidence(tmp_path / "head.pth", confidence_net(runners["small"].hidden_size, seed=3))
     prompts = [[256, n, *range(40, 40 + n)] for n in range(8)]
     scores = [1 - confidence(last_hidden(folders[0], prompt)) for prompt in prompts]
     middle = sorted(scores)[3:5]
@@ -247,7 +247,11 @@ async def test_after_prefill_a_full_strong_model_leaves_the_first_token_to_the_w
         "small": ScriptRunner(SMALL, vocab_size=258, eos=257),
         "large": ScriptRunner(LARGE, vocab_size=258, eos=257, num_pages=4, page_size=1),
     }
-    save_confidence(tmp_path / "head.pth", runners["small"].hidden_size, seed=0, constant=math.log(3 / 7))
+    net = confidence_net(runners["small"].hidden_size)
+    with torch.no_grad():
+        net.linear.weight.zero_()
+        net.linear.bias.fill_(math.log(3 / 7))
+    write_confidence(tmp_path / "head.pth", net)
     params = {"source": "hidden", "checkpoint": str(tmp_path / "head.pth"), "threshold": 0.69}
     route = Route(models=["small", "large"], algorithm="query", params=params)
     async with Cluster(runners, {"demo": route}).running() as cluster:
