@@ -94,7 +94,8 @@ class Scores:
         try:
             return [factors(given.embedding, **_rows({**served.params, **params}))] * count
         except ValueError as error:
-            raise invalid(f"route: {error}", f"route.{str(error).partition(':')[0]}") from error
+            table = "route" if str(error).startswith("embedding") else "route.params"
+            raise invalid(f"{table}.{error}", f"{table}.{str(error).partition(':')[0]}") from error
 
     async def _classified(self, path: str, text: str) -> float:
         key = path, hashlib.sha256(text.encode(errors="surrogatepass")).digest()
