@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from algorithms.prompt_scores import Classifier, MatrixFactorization
 
 ALGORITHM = "query"
+MOST_THREADS = 4
+"""Of one classifier's arithmetic."""
 REMEMBERED = 4096
 """Texts whose score is kept, per classifier."""
 
@@ -46,7 +49,7 @@ class Scores:
         """By path."""
         self._known: dict[tuple[str, bytes], float] = {}
         """By path of the classifier and hash of the text, the oldest first."""
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="score")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="score", initializer=_leave_cores)
         for name, route in config.routes.items():
             self._load(name, route)
 
@@ -106,6 +109,13 @@ class Scores:
                 del self._known[next(iter(self._known))]
             self._known[key] = score
         return self._known[key]
+
+
+def _leave_cores() -> None:
+    """torch would take all of them from the workers, for every text."""
+    import torch
+
+    torch.set_num_threads(max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 2)))
 
 
 def _source(algorithm: str, params: Mapping[str, Any]) -> str:
