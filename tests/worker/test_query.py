@@ -185,6 +185,9 @@ async def test_a_strong_model_that_is_lost_while_it_writes(state: str, count: in
         assert answer.writers == [1] * written + [0] * (40 - written)
         assert answer.tokens == LARGE[:written] + SMALL[written:40]
         assert count <= written < 40
+        if state == "down":
+            # The dead process would not hold it any more.
+            cluster.workers["large"].deliver(ProcessState(SMALL_INDEX, "down"))
         cluster.workers["small"].deliver(ProcessState(LARGE_INDEX, "up"))
         await cluster.settled()
 
