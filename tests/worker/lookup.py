@@ -19,7 +19,7 @@ _EMPTY = -1
 
 
 class LookupModel:
-    """[V] logits and [H] hidden states, unrelated, as pure functions of the ids; rows of logits are peaked and flat, so that entropies
+    """[V] logits and [H] hidden states, unrelated, as pure functions of the ids; peaked and flat rows of logits, so that entropies
     cover their whole range."""
 
     def __init__(self, seed: int, vocab_size: int = 48) -> None:
