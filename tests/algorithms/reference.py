@@ -51,6 +51,10 @@ class Decision:
 Rule = Callable[[Row], Decision]
 
 
+First = Callable[[Sequence[int], Sampling], int]
+"""Which model (route index) writes the first token, decided before anything is computed."""
+
+
 @dataclass(frozen=True)
 class Handoff:
     """A hand-off, decided on the token at output `index`: `suffix` ids travel, the destination writes from `loc` on."""
@@ -79,6 +83,7 @@ def generate(
     sampling: Sampling,
     eos: Collection[int] = (),
     max_stall: int = 8,
+    first: First = lambda *_: 0,
 ) -> Trace:
     """Decode one request under a rule; models are in the route's order, the first one is the entry.
 
@@ -87,7 +92,11 @@ def generate(
     """
     trace = Trace()
     known = [0] * len(models)
-    holder = stall = 0
+    holder = first(prompt, sampling)
+    stall = 0
+    if holder:
+        trace.handoffs.append(Handoff(0, 0, holder, 0, 0))
+        stall = 1
     ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos))
     while True:
         index = len(trace.tokens)
@@ -274,3 +283,67 @@ def bernoulli(p: float) -> Rule:
         return Decision(int(away), keep=row.model == 1)
 
     return rule
+
+
+def drawn(seed: int, choice: int, index: int, weights: Sequence[float]) -> int:
+    """The model that an ensemble draws for a position."""
+    parts = [single(weight) for weight in weights]
+    point = uniform(seed, choice, index, Purpose.ROUTE) * math.fsum(parts)
+    return next(model for model in range(len(parts)) if point < math.fsum(parts[: model + 1]))
+
+
+def proportioned(index: int, weights: Sequence[float]) -> int:
+    """The model whose turn it is: the first has its rounded share, the others divide the rest as if it were not there."""
+    parts = [single(weight) for weight in weights]
+    for model, part in enumerate(parts[:-1]):
+        whole = math.fsum(parts[model:])
+        shares = [math.floor(turn * part / whole + 0.5) if whole else 0 for turn in (index, index + 1)]
+        if shares[1] > shares[0]:
+            return model
+        index -= shares[0]
+    return len(parts) - 1
+
+
+def me(weights: Sequence[float], mode: str = "draw") -> Rule:
+    """Whoever is drawn, or whose turn it is, for the next position."""
+
+    def rule(row: Row) -> Decision:
+        if mode == "draw":
+            return Decision(drawn(row.seed, row.choice, row.index + 1, weights), keep=True)
+        return Decision(proportioned(row.index + 1, weights), keep=True)
+
+    return rule
+
+
+def first_drawn(weights: Sequence[float]) -> First:
+    """Whoever is drawn for position 0."""
+    return lambda _, sampling: drawn(sampling.seed, sampling.choice, 0, weights)
+
+
+def stay() -> Rule:
+    """Whoever has begun writes to the end."""
+    return lambda row: Decision(row.model, keep=False)
+
+
+def query_hidden(score: Score, threshold: float) -> Rule:
+    """After the entry's prefill: the peer writes all where the head's confidence is too small."""
+
+    def rule(row: Row) -> Decision:
+        leaves = row.model == 0 and row.index == 0 and 1 - score(row.ids) >= single(threshold)
+        return Decision(1 if leaves else row.model, keep=False)
+
+    return rule
+
+
+def first_of_query(source: str, threshold: float, score: float | None = None) -> First:
+    """The large model where the score of the prompt reaches the threshold."""
+
+    def first(prompt: Sequence[int], sampling: Sampling) -> int:
+        values = {
+            "field": score,
+            "length": len(prompt),
+            "random": uniform(sampling.seed, sampling.choice, 0, Purpose.ROUTE),
+        }
+        return int(values[source] >= threshold)
+
+    return first
