@@ -49,8 +49,8 @@ class Head(Protocol):
         """[N] the signal of labelled rows."""
         ...
 
-    def save(self, path: Path, threshold: float) -> None:
-        """Write the checkpoint in the algorithm's own format."""
+    def save(self, path: Path, threshold: float, model: str) -> None:
+        """Write the checkpoint in the algorithm's own format; `model` names the small model."""
         ...
 
 

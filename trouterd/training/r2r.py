@@ -21,7 +21,7 @@ from trouterd.training.judge import ends_sentence, judge_named
 from trouterd.training.options import TrainOptions
 from trouterd.training.pair import Pair
 from trouterd.training.prompts import Prompt
-from trouterd.training.scaling import Standard
+from trouterd.training.scaling import Standard, fold
 from trouterd.training.shards import Shards, Tensors
 from trouterd.training.signal import Signal
 from trouterd.training.writing import write
@@ -137,7 +137,6 @@ class R2RHead:
         ]
         self.network = R2RNetwork(embedding, top, [width] * blocks, scales).to(embedding.device)
         self._sizes = hidden, top, [width] * blocks
-        self._model = ""
         self.signal = Signal(small=self._values)
 
     @torch.no_grad()
@@ -150,7 +149,7 @@ class R2RHead:
         ]
         return torch.cat(pieces).sigmoid().cpu()
 
-    def save(self, path: Path, threshold: float) -> None:
+    def save(self, path: Path, threshold: float, model: str) -> None:
         """The official dict, without the embedding."""
         hidden, top, widths = self._sizes
         init_args = {
@@ -162,7 +161,7 @@ class R2RHead:
             "use_position_embedding": False,
             "freeze_lm_head": True,
             "normalize_input": False,
-            "pretrained_model_name": self._model,
+            "pretrained_model_name": model,
         }
         save(path, self.network.official_state(), init_args, threshold)
 
@@ -230,19 +229,16 @@ class R2RNetwork(nn.Module):
 
     def official_state(self) -> Tensors:
         """The state dict of the network on plain inputs."""
-        state = {name: value.detach().cpu() for name, value in self.state_dict().items() if not name.startswith("scales.")}
-        hidden, embedded, top = (scale.cpu() for scale in self.scales)
+        state = {name: value.detach() for name, value in self.state_dict().items() if not name.startswith("scales.")}
+        hidden, embedded, top = self.scales
         name = "logits_projection"
         state[f"{name}.weight"], state[f"{name}.bias"] = top.folded(state[f"{name}.weight"], state[f"{name}.bias"])
+        both = torch.cat((hidden.mean, embedded.mean)), torch.cat((hidden.deviation, embedded.deviation))
         weight, bias = state["combined_projection.weight"], state["combined_projection.bias"]
-        ends = len(hidden.mean), len(hidden.mean) + len(embedded.mean)
-        first, bias = hidden.folded(weight[:, : ends[0]], bias)
-        second, bias = embedded.folded(weight[:, ends[0] : ends[1]], bias)
-        state["combined_projection.weight"] = torch.cat((first, second, weight[:, ends[1] :]), dim=1)
+        first, bias = fold(weight[:, : len(both[0])], bias, *both)
+        state["combined_projection.weight"] = torch.cat((first, weight[:, len(both[0]) :]), dim=1)
         state["combined_projection.bias"] = bias
-        for scale in self.scales:
-            scale.to(self.embedding.device)
-        return state
+        return {name: value.cpu() for name, value in state.items()}
 
 
 def _digest(output: StepOutput, following: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -254,6 +250,6 @@ def _digest(output: StepOutput, following: torch.Tensor) -> tuple[torch.Tensor, 
 def _sentence(pair: Pair, ids: Sequence[int]) -> str:
     """The text of ids up to the end of its first sentence, which the first id alone does not end."""
     for end in range(2, len(ids)):
-        if ends_sentence(text := pair.text(ids[:end])):
-            return text
+        if ends_sentence(pair.text(ids[1:end])):
+            return pair.text(ids[:end])
     return pair.text(ids)

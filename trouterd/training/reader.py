@@ -52,6 +52,7 @@ class Reader:
         self.texts = texts
         self.context = context
         self.eos_ids = eos_ids
+        self.device = torch.device("cpu") if runner.embedding is None else runner.embedding.device
         self._kv = KvCache(runner.num_pages, runner.page_size, texts, context, prefix_cache=True)
 
     def open(self, ids: Sequence[int], length: int) -> Bookmark:

@@ -27,5 +27,12 @@ class Standard(nn.Module):
 
     def folded(self, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weight [O, W] and bias [O] of the map that does on plain rows what the given one does on standardised ones."""
-        wide = weight.double() / self.deviation.double()
-        return wide.to(weight.dtype), (bias.double() - wide @ self.mean.double()).to(bias.dtype)
+        return fold(weight, bias, self.mean, self.deviation)
+
+
+def fold(
+    weight: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor, deviation: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """W' and b' with W' x + b' = W (x - mean) / deviation + b, worked out in float64."""
+    wide = weight.double() / deviation.double()
+    return wide.to(weight.dtype), (bias.double() - wide @ mean.double()).to(bias.dtype)

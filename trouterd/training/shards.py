@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,7 +48,12 @@ class Shards:
             raise TrainingError(f"{folder}: {error.strerror or error}") from error
 
     def collect(
-        self, name: str, items: Sequence[T], label: Callable[[Sequence[T], int], Tensors], done: Callable[[int], None]
+        self,
+        name: str,
+        items: Sequence[T],
+        label: Callable[[Sequence[T], int], Tensors],
+        done: Callable[[int], None],
+        size: int = SHARD,
     ) -> Tensors:
         """Labels of all items, those that are there already from their files.
 
@@ -56,14 +62,15 @@ class Shards:
             items: prompts, for example.
             label: items of one shard and the number of the first one -> tensors; equal names in all shards.
             done: hears of the number of items that each shard brought.
+            size: items of one shard.
 
         Returns:
             The tensors of all shards, concatenated.
         """
         shards = []
-        for start in range(0, len(items), SHARD):
-            piece = items[start : start + SHARD]
-            shards.append(self._shard(f"{name}-{start // SHARD:05d}", lambda piece=piece, start=start: label(piece, start)))
+        for start in range(0, len(items), size):
+            piece = items[start : start + size]
+            shards.append(self._shard(f"{name}-{start // size:05d}", partial(label, piece, start)))
             done(len(piece))
         return {key: torch.cat([shard[key] for shard in shards]) for key in shards[0]} if shards else {}
 
@@ -75,10 +82,10 @@ class Shards:
             except (SafetensorError, OSError) as error:
                 raise TrainingError(f"{path}: cannot be read: {error}; delete it, or start over with --fresh") from error
         tensors = {key: value.contiguous() for key, value in make().items()}
-        partial = path.with_suffix(".partial")
+        unfinished = path.with_suffix(".partial")
         try:
-            save_file(tensors, partial)
-            partial.replace(path)  # a shard is whole or not there
+            save_file(tensors, unfinished)
+            unfinished.replace(path)  # a shard is whole or not there
         except (SafetensorError, OSError) as error:
             raise TrainingError(f"{path}: cannot be written: {error}") from error
         return tensors
@@ -86,9 +93,9 @@ class Shards:
     def _claim(self, arguments: dict[str, Any]) -> None:
         path = self.folder / _ARGUMENTS
         if not path.exists():
-            partial = path.with_suffix(".partial")
-            partial.write_bytes(msgspec.json.format(msgspec.json.encode(arguments), indent=2) + b"\n")
-            partial.replace(path)
+            unfinished = path.with_suffix(".partial")
+            unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(arguments), indent=2) + b"\n")
+            unfinished.replace(path)
             return
         try:
             found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
