@@ -40,7 +40,9 @@ class Backbone(nn.Module):
     def __init__(self, widths: tuple[int, ...], expansion: int) -> None:
         super().__init__()
         self.input_projection = nn.Linear(widths[0], widths[0])
-        self.blocks = nn.ModuleList(Block(a, b, expansion) for a, b in zip((widths[0], *widths), widths, strict=False))
+        self.blocks = nn.ModuleList(
+            Block(a, b, expansion) for a, b in zip(widths, (*widths[1:], widths[-1]), strict=True)
+        )
         self.output_layer = nn.Sequential(nn.LayerNorm(widths[-1]), nn.Linear(widths[-1], 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,9 +84,7 @@ def network(widths: tuple[int, ...] = (24, 24, 24), expansion: int = 4, normaliz
 
 
 def init_args(net: Network, **changes: Any) -> dict[str, Any]:
-    widths = [net.backbone.input_projection.out_features] + [
-        block.mlp[3].out_features for block in net.backbone.blocks[1:]
-    ]
+    widths = [block.layer_norm.weight.numel() for block in net.backbone.blocks]
     args: dict[str, Any] = {
         "hidden_states_size": H,
         "logits_size": TOP,

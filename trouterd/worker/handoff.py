@@ -243,8 +243,19 @@ class Handoffs:
         else:
             request.stall = message.stall
             request.handoff_sent_ns = message.sent_ns
-            self._back_here(request)
+            if not self._combine(request, message):
+                self._back_here(request)
         self.on_tokens(request)
+
+    def _combine(self, request: Request, message: PeerReq) -> bool:
+        """Write the token that the algorithm makes of a payload, if it makes one; True when that ends the answer."""
+        token = _combined(request, message.payload) if message.payload else None
+        if token is None:
+            return False
+        request.finish, request.trim = request.finish_reason(token)
+        request.append(token, request.route.workers.index(message.source))
+        self.stats.tokens += 1
+        return request.over
 
     def nacked(self, message: Nack) -> Request | None:
         """Sender: a hand-off was not taken. Returns the request when it is here again and its held token should be committed."""
@@ -312,8 +323,24 @@ def _accepted(request: Request, ids: list[int], payload: bytes) -> int:
         return 0
 
 
+def _combined(request: Request, payload: bytes) -> int | None:
+    """The token that the algorithm writes without a step; None when it fails: the next step gives one."""
+    route = request.route
+    try:
+        token = route.algorithm.combine(_view(request), payload)
+        token = None if token is None else int(token)
+    except Exception:  # code of users: its faults cost a step of this request only
+        log.exception("route '%s': combine() failed; the entry writes the token itself", route.name)
+        return None
+    if token is not None and not 0 <= token < route.context.vocab_size:
+        log.error("route '%s': combine() gave %d, which is no token", route.name, token)
+        return None
+    return token
+
+
 def _view(request: Request) -> OutputView:
-    return OutputView(request.tokens, request.prompt_length, request.known, request.scratch)
+    banned = request.ending_ids if request.output_length < request.submit.sampling.min_tokens else ()
+    return OutputView(request.tokens, request.prompt_length, request.known, request.scratch, banned)
 
 
 def _suffix(request: Request, start: int) -> bytes:
