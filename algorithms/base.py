@@ -101,6 +101,20 @@ class TokenView:
 
 
 @dataclass(slots=True)
+class PromptView:
+    """A request before its prefill, as `start` sees it."""
+
+    tokens: Sequence[int]
+    """Prompt ids."""
+    seed: int
+    choice: int
+    params: dict[str, float]
+    """Each numeric parameter, per-request overrides included."""
+    score: float | None
+    """What the api says of the whole prompt, for algorithms that decide by it."""
+
+
+@dataclass(slots=True)
 class OutputView:
     """A request as `send` and `receive` see it."""
 
@@ -150,6 +164,10 @@ class Algorithm:
     state of its own has to clear it itself, on the class or in `__init__`. The other breaches are found when a worker starts; such
     algorithms are decided by the host, which costs the steps that they are in their place in the queue."""
 
+    warms_peers: bool = True
+    """The entry's: the peers get the prompt as soon as the request is admitted, and prefill it while the entry writes. False where
+    most requests never get there."""
+
     def __init__(self, context: RouteContext, params: msgspec.Struct) -> None:
         self.context = context
         self.params = params
@@ -158,6 +176,14 @@ class Algorithm:
         super().__init_subclass__(**kwargs)
         if "decide" in cls.__dict__:
             cls.pure = False
+
+    def start(self, prompt: PromptView) -> int:
+        """Destination of a request that the entry has just admitted: who writes its first token. Default: the entry.
+
+        Asked once, at the entry alone. Another model gets the request with its prompt, and the entry computes nothing yet.
+        """
+        del prompt
+        return 0
 
     def route(self, step: StepResult) -> torch.Tensor:
         """[R] int64 destination per row: 0 = stay here, k = the k-th other model of the route, from 1."""
@@ -222,7 +248,8 @@ class Definition:
     sides: Callable[[int], type[Algorithm]]
     """Route index -> class: 0 is the entry, so that the small and the large side may differ (R-Stitch)."""
     params: type[msgspec.Struct] = NoParams
-    """Frozen struct with `forbid_unknown_fields`; ranges by `msgspec.Meta`; every numeric field may be set live and per request."""
+    """Frozen struct with `forbid_unknown_fields`; ranges by `msgspec.Meta`; every numeric field, and every `tuple[float, ...]`, may
+    be set live and per request. Entry i of such a tuple `name` is the parameter `name.i` of a row."""
     min_models: int = 2
     max_models: int = 2
     check: Callable[[Any, tuple[str, ...]], None] | None = None

@@ -72,8 +72,9 @@ def generate(
     sampling: Sampling,
     eos: Collection[int] = (),
     max_stall: int = 8,
+    first: int = 0,
 ) -> Trace:
-    """Decode one request under a rule; models are in the route's order, the first one is the entry.
+    """Decode one request under a rule; models are in the route's order, the first one is the entry, `first` begins.
 
     `known` starts at output 0 for all: the peers get the prompt at admission. Tokens of a peer that keeps the request, or that
     hands over to another peer, reach the entry at once, for streaming.
@@ -81,6 +82,9 @@ def generate(
     trace = Trace()
     known = [0] * len(models)
     holder = stall = 0
+    if first:
+        trace.handoffs.append(Handoff(0, 0, first, 0, 0))
+        holder, stall = first, 1
     ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos))
     while True:
         index = len(trace.tokens)
@@ -198,3 +202,38 @@ def bernoulli(p: float) -> Rule:
         return Decision(int(away), keep=row.model == 1)
 
     return rule
+
+
+def drawn(seed: int, choice: int, index: int, weights: Sequence[float]) -> int:
+    """The model that an ensemble draws for a position."""
+    parts = [single(weight) for weight in weights]
+    point = uniform(seed, choice, index, Purpose.ROUTE) * math.fsum(parts)
+    return next(model for model in range(len(parts)) if point < math.fsum(parts[: model + 1]))
+
+
+def proportioned(index: int, weights: Sequence[float]) -> int:
+    """The model whose turn it is: the first has its rounded share, the others divide the rest as if it were not there."""
+    parts = [single(weight) for weight in weights]
+    for model, part in enumerate(parts[:-1]):
+        whole = math.fsum(parts[model:])
+        shares = [math.floor(turn * part / whole + 0.5) if whole else 0 for turn in (index, index + 1)]
+        if shares[1] > shares[0]:
+            return model
+        index -= shares[0]
+    return len(parts) - 1
+
+
+def me(weights: Sequence[float], mode: str = "draw") -> Rule:
+    """Whoever is drawn, or whose turn it is, for the next position."""
+
+    def rule(row: Row) -> Decision:
+        if mode == "draw":
+            return Decision(drawn(row.seed, row.choice, row.index + 1, weights), keep=True)
+        return Decision(proportioned(row.index + 1, weights), keep=True)
+
+    return rule
+
+
+def query_after_prefill(strong: Callable[[Row], bool]) -> Rule:
+    """The first position decides who writes all of them; the sample of it is dropped with the rest of the small model's part."""
+    return lambda row: Decision(int(row.model == 1 or (row.index == 0 and strong(row))), keep=row.model == 1)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from algorithms.base import Handoff, OutputView
-from ipc.messages import MODEL_UNKNOWN, Abort, Nack, NackReason, PeerReq, pack_ids, unpack_ids
+from ipc.messages import MODEL_UNKNOWN, Abort, Nack, NackReason, PeerReq, Warm, pack_ids, unpack_ids
 from trouterd.worker.outbound import Outbound
 from trouterd.worker.request import GENERATION, NO_TOKEN, Request, State
 from trouterd.worker.scheduler import Scheduler
@@ -43,6 +43,16 @@ class Handoffs:
         self.on_tokens = on_tokens
 
     # Sending
+
+    def warm(self, request: Request) -> None:
+        """Entry: tell the peers of a new request, so that their prefill overlaps this model's decoding."""
+        request.warm = True
+        if not request.route.algorithm.warms_peers:
+            return
+        message = Warm(request.submit, self.index)
+        for model, worker in enumerate(request.route.workers):
+            if request.known[model] == MODEL_UNKNOWN and self.outbound.offer(worker, message):
+                request.known[model] = 0
 
     def send(self, request: Request, model: int, held: int) -> bool:
         """Hand the request to a model of its route; False when that one cannot be reached and the request stays here.
