@@ -58,7 +58,6 @@ class CiterTrainer:
         head: ConfidenceHead,
         threshold: float,
         number: int,
-        done: Count,
     ) -> Tensors:
         """Labels of round `number`: places where both are wrong are tried once more, with the head."""
         digest = hashlib.blake2b(repr(threshold).encode(), digest_size=8)

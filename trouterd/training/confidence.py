@@ -55,21 +55,22 @@ class ConfidenceNetwork(nn.Module):
 
 
 class ConfidenceHead:
-    """A trained head; the large model is asked below the threshold.
+    """A trained head.
 
     Args:
         network: trained.
-        once: it is asked about a whole answer.
+        once: it is asked about a whole answer, and its signal is 1 - s, which rises with the need for the large model (`query`);
+            else s, below whose threshold the large model is asked (`citer`).
     """
 
     def __init__(self, network: ConfidenceNetwork, *, once: bool = False) -> None:
         self.network = network
-        self.signal = Signal(small=self._values, rises=False, once=once)
+        self.signal = Signal(small=self._values, rises=once, once=once)
 
     @torch.no_grad()
     def values(self, tensors: Tensors) -> torch.Tensor:
-        """Confidences."""
-        return self.network(tensors["hidden"].to(self.network.linear.weight.device)).sigmoid().cpu()
+        """The signal of labelled rows."""
+        return self._of(tensors["hidden"].to(self.network.linear.weight.device)).cpu()
 
     def save(self, path: Path, threshold: float, model: str) -> None:
         """The official bare state dict, which holds neither threshold nor model."""
@@ -79,7 +80,11 @@ class ConfidenceHead:
     @torch.no_grad()
     def _values(self, output: StepOutput, tokens: torch.Tensor) -> torch.Tensor:
         del tokens
-        return torch.sigmoid(self.network(output.hidden))
+        return self._of(output.hidden)
+
+    def _of(self, hidden: torch.Tensor) -> torch.Tensor:
+        confidence = torch.sigmoid(self.network(hidden))
+        return 1 - confidence if self.signal.once else confidence
 
 
 def fit_confidence(

@@ -74,16 +74,6 @@ class Trainer(Protocol):
         ...
 
 
-class Refining(Trainer, Protocol):
-    """A trainer that labels some rows anew with the head that it has trained."""
-
-    def refine(
-        self, pair: Pair, prompts: Sequence[Prompt], shards: Shards, labels: Labels, head: Head, threshold: float, number: int, done: Count
-    ) -> Tensors:
-        """The labels of round `number`, from 2."""
-        ...
-
-
 def schedule(options: TrainOptions, *, epochs: int, batch: int, rate: float, weight_decay: float) -> Schedule:
     """The algorithm's own schedule, less what the options say otherwise."""
     return Schedule(

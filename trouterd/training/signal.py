@@ -34,11 +34,16 @@ class Signal:
 
     def rule(self, threshold: float) -> Rule:
         """The rule of writing that the threshold makes."""
-        return Rule(
-            small=lambda output, tokens: self.asks(self.small(output, tokens), threshold),
-            large=None if (large := self.large) is None else lambda o, t: self.asks(large(o, t), threshold),
-            once=self.once,
-        )
+
+        def small(output: StepOutput, tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+            asked = self.asks(self.small(output, tokens), threshold)
+            return asked & (index == 0) if self.once else asked
+
+        def stays(output: StepOutput, tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+            del index
+            return torch.ones_like(tokens) if self.large is None else self.asks(self.large(output, tokens), threshold)
+
+        return Rule(small, stays if self.once or self.large is not None else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from models.batch import StepOutput
 from trouterd.training.pair import Pair
 from trouterd.training.reader import Bookmark, Reader
 
-Asks = Callable[[StepOutput, torch.Tensor], torch.Tensor]
-"""(output of R rows, [R] its greedy tokens) -> [R] bool: the large model writes (or goes on writing)."""
+Asks = Callable[[StepOutput, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(output of R rows, [R] its greedy tokens, [R] their output indices) -> [R] bool: the large model writes (or goes on writing)."""
 
 
 @dataclass(slots=True)
@@ -32,8 +32,6 @@ class Rule:
     """Asked at the small model's tokens: True drops the token, and the large model writes its place."""
     large: Asks | None = None
     """Asked after the large model's tokens: True keeps it writing. None: it writes one token at a time."""
-    once: bool = False
-    """The small model's first token decides about the whole answer."""
 
 
 @dataclass(slots=True)
@@ -136,9 +134,9 @@ class _Desk:
         if mine:
             output = self._pair.small.feed([(text.small, text.ids) for text in mine if text.small is not None])
             greedy = output.logits.argmax(-1)
-            wants = self._rule.small(output, greedy).tolist()
+            wants = self._rule.small(output, greedy, self._index(mine)).tolist()
             for text, token, want in zip(mine, greedy.tolist(), wants, strict=True):
-                if want and (not self._rule.once or not self._written[text.number].ids):
+                if want:
                     asked.append(text)
                 else:
                     tokens[text.number] = token
@@ -155,12 +153,16 @@ class _Desk:
                 text.large = self._pair.large.open(text.ids, text.end)
         output = self._pair.large.feed([(text.large, text.ids) for text in asked if text.large is not None])
         greedy = output.logits.argmax(-1)
-        stays = [self._rule.once] * len(asked)
+        stays = [False] * len(asked)
         if self._rule.large is not None:
-            stays = self._rule.large(output, greedy).tolist()
+            stays = self._rule.large(output, greedy, self._index(asked)).tolist()
         for text, stay in zip(asked, stays, strict=True):
             text.with_large = stay
         return {text.number: token for text, token in zip(asked, greedy.tolist(), strict=True)}
+
+    def _index(self, texts: Sequence[_Text]) -> torch.Tensor:
+        indices = [len(self._written[text.number].ids) for text in texts]
+        return torch.tensor(indices, dtype=torch.int64, device=self._pair.small.device)
 
     def _commit(self, text: _Text, token: int, by_large: bool) -> None:
         written = self._written[text.number]
