@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ class Target:
 
 def candidates(values: torch.Tensor) -> torch.Tensor:
     """Rising thresholds that lie between the different values, and one on either side of all."""
-    levels = values.double().unique()  # sorted
+    levels = torch.unique(values.double(), sorted=True)
     if not len(levels):
         return torch.zeros(1, dtype=torch.float64)
     step = (levels[-1] - levels[0]).clamp(min=1e-6) * 1e-3
@@ -79,12 +80,13 @@ def threshold_for_recall(values: torch.Tensor, positive: torch.Tensor, target: f
             "--min-recall: no position of the validation prompts should go to the large model; give more prompts"
         )
     ordered = values[positive].double().sort(descending=rises).values
-    needed = min(len(ordered), max(1, -int(-target * len(ordered) // 1)))
-    last = ordered[needed - 1].item()
+    needed = max(1, math.ceil(target * len(ordered)))
+    last = float(ordered[needed - 1])
     choices = candidates(values)
     # The cut between the last positive that is needed and the next value on the far side of it.
     beyond = choices[choices < last] if rises else choices[choices > last]
-    return float(beyond[-1] if rises else beyond[0])
+    nearest: float = (beyond[-1] if rises else beyond[0]).item()
+    return nearest
 
 
 def calibrate(
@@ -96,7 +98,8 @@ def calibrate(
 ) -> tuple[float, list[Series]]:
     """The threshold for a share, and the signal along the text that it was found on.
 
-    The text changes with the threshold: the pair writes it anew with each one that was found, beginning with the large model's answers.
+    The text changes with the threshold: the pair writes it anew with each one that was found. It begins with the large
+    model's answers.
     """
     answers = write(pair.large, prompts, pair.limit, pair.eos_ids)
     for number in range(ROUNDS):

@@ -1,8 +1,9 @@
 """Labels of CITER (arXiv 2502.01976): whether the small model's token will do, by shortcuts where they decide, else by trying it.
 
-Both models read a right answer (the prompt's `completion`, or what the large model answers). At each place: 1 where the small model's
-token is the answer's; else 0 where the large model's is; else both are wrong, and the answer is written on from the small model's token:
-in round 1 by the small model alone, later by both with the head of the round before. The label is whether it comes out right.
+Both models read a right answer (the prompt's `completion`, or what the large model answers). At each place: 1 where the small
+model's token is the answer's; else 0 where the large model's is; else both are wrong, and the answer is written on from the small
+model's token: in round 1 by the small model alone, later by both with the head of the round before. The label is whether it comes
+out right.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from models.batch import StepOutput
 from trouterd.training.confidence import ConfidenceHead, fit_confidence
 from trouterd.training.fit import Fit
 from trouterd.training.gold import gold_answers
-from trouterd.training.head import Count, Epoch, Labels, schedule
+from trouterd.training.head import Count, Epoch, Head, Labels, schedule
 from trouterd.training.judge import is_right, judge_named
 from trouterd.training.options import TrainOptions
 from trouterd.training.pair import Pair
@@ -55,14 +56,13 @@ class CiterTrainer:
         prompts: Sequence[Prompt],
         shards: Shards,
         labels: Labels,
-        head: ConfidenceHead,
+        head: Head,
         threshold: float,
         number: int,
     ) -> Tensors:
         """Labels of round `number`: places where both are wrong are tried once more, with the head."""
         digest = hashlib.blake2b(repr(threshold).encode(), digest_size=8)
-        for value in head.network.official_state().values():
-            digest.update(value.numpy().tobytes())
+        digest.update(head.values(labels.tensors).numpy().tobytes())  # labels of another head are other labels
 
         def routed(texts: list[list[int]]) -> list[list[int]]:
             return [answer.ids for answer in write_routed(pair, texts, head.signal.rule(threshold))]

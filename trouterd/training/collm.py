@@ -1,8 +1,10 @@
 """Labels and deferral row of Co-LLM (arXiv 2403.03870), the small model itself left as it is.
 
-Both models read an answer (the prompt's `completion`, or what the large model answers). With P = sigmoid(w h + b) the loss of a token x
-is -log[(1 - P) p_small(x) + P p_large(x)]: nobody says which tokens to defer. The row starts from a search: it learns to find
-the places where the large model's likeliest token is the answer's and the small one's is not.
+Both models read an answer (the prompt's `completion`, or what the large model answers). With P = sigmoid(w h + b) the loss of a
+token x is -log[(1 - P) p_small(x) + P p_large(x)]: nobody says which tokens to defer. The row starts from a search: it learns to
+find the places where the large model's likeliest token is the answer's and the small one's is not. That search also has a
+share in the loss afterwards, as in the official code's weakly supervised variant: with the small model frozen the mixture alone has
+no reason not to defer wherever the large model is only a little better.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch.nn import functional
 from models.batch import StepOutput
 from trouterd.training.fit import Fit, Schedule, fit
 from trouterd.training.gold import gold_answers
-from trouterd.training.head import Count, Epoch, Labels, schedule
+from trouterd.training.head import Count, Epoch, Labels, balance, schedule
 from trouterd.training.options import TrainOptions
 from trouterd.training.pair import Pair
 from trouterd.training.prompts import Prompt
@@ -26,8 +28,8 @@ from trouterd.training.scaling import Standard
 from trouterd.training.shards import Shards, Tensors
 from trouterd.training.signal import Signal
 
-POSITIVE_WEIGHT = 8.0
-"""Of the search's positive places, as in the official code."""
+SEARCH_SHARE = 1 / 3
+"""Of the search's loss in the main one, as in the official code."""
 SEARCH_EPOCHS = 5
 
 
@@ -42,7 +44,7 @@ class CollmTrainer:
         return {}
 
     def collect(self, pair: Pair, prompts: Sequence[Prompt], shards: Shards, done: Count) -> Tensors:
-        """Per place of the answers: hidden, log-probabilities of the answer's token (small, large), and defer (start of the search)."""
+        """Per place of the answers: hidden, log-probabilities of its token (small, large), and defer (for the search)."""
         return shards.collect("labels", prompts, lambda piece, first: _label(pair, piece, first), done)
 
     def wanted(self, tensors: Tensors) -> torch.Tensor:
@@ -50,25 +52,26 @@ class CollmTrainer:
         return tensors["defer"] == 1
 
     def fit(self, pair: Pair, labels: Labels, epoch: Epoch) -> tuple[CollmHead, Fit]:
-        """The search, then the mixture's loss."""
+        """The search, then the mixture's loss with it."""
         device = pair.small.device
         hidden, small, large = (labels.tensors[name].to(device) for name in ("hidden", "small", "large"))
         defer = self.wanted(labels.tensors).float().to(device)
         network = DeferralRow(Standard(hidden[labels.train])).to(device)
-        weight = torch.tensor(POSITIVE_WEIGHT, device=device)
+        weight = balance(defer[labels.train])
 
         def search(rows: torch.Tensor) -> torch.Tensor:
             return functional.binary_cross_entropy_with_logits(network(hidden[rows]), defer[rows], pos_weight=weight)
 
-        def mixture(rows: torch.Tensor) -> torch.Tensor:
+        def both(rows: torch.Tensor) -> torch.Tensor:
             logit = network(hidden[rows])
             parts = functional.logsigmoid(-logit) + small[rows], functional.logsigmoid(logit) + large[rows]
-            return -torch.logaddexp(*parts).mean()
+            mixture = -torch.logaddexp(*parts).mean()
+            return (1 - SEARCH_SHARE) * mixture + SEARCH_SHARE * search(rows)
 
         plan = schedule(self._options, epochs=100, batch=256, rate=3e-3, weight_decay=0.0)
         first = Schedule(SEARCH_EPOCHS, plan.batch, plan.rate, 0.0, SEARCH_EPOCHS, plan.seed)
         fit(network, search, labels.train, labels.validation, first, lambda *_: None)
-        return CollmHead(network), fit(network, mixture, labels.train, labels.validation, plan, epoch)
+        return CollmHead(network), fit(network, both, labels.train, labels.validation, plan, epoch)
 
 
 class DeferralRow(nn.Module):
@@ -101,7 +104,8 @@ class CollmHead:
     @torch.no_grad()
     def values(self, tensors: Tensors) -> torch.Tensor:
         """Probabilities of deferring."""
-        return self.network(tensors["hidden"].to(self.network.row.weight.device)).sigmoid().cpu()
+        logits: torch.Tensor = self.network(tensors["hidden"].to(self.network.row.weight.device))
+        return logits.sigmoid().cpu()
 
     def save(self, path: Path, threshold: float, model: str) -> None:
         """safetensors with defer.weight [1, H] and defer.bias [1]."""

@@ -68,7 +68,7 @@ def fit(
         head.train()
         total = 0.0
         shuffled = train[torch.randperm(len(train), generator=order)]
-        for rows in shuffled.split(schedule.batch):
+        for rows in torch.split(shuffled, schedule.batch):
             if len(rows) < 2 and len(shuffled) > 1:
                 continue  # batch statistics of one row say nothing
             value = loss(rows)
@@ -91,4 +91,5 @@ def fit(
 @torch.no_grad()
 def _evaluate(head: torch.nn.Module, loss: Loss, rows: torch.Tensor, batch: int) -> float:
     head.eval()
-    return sum(loss(piece).item() * len(piece) for piece in rows.split(batch)) / max(1, len(rows))
+    total = sum(float(loss(piece)) * len(piece) for piece in torch.split(rows, batch))
+    return total / max(1, len(rows))

@@ -74,6 +74,12 @@ class Trainer(Protocol):
         ...
 
 
+def balance(target: torch.Tensor) -> torch.Tensor:
+    """[] the weight at which the positive rows of [N] targets of 0 and 1 count as much as the others."""
+    positive = target.sum().clamp(min=1)
+    return (len(target) - positive) / positive
+
+
 def schedule(options: TrainOptions, *, epochs: int, batch: int, rate: float, weight_decay: float) -> Schedule:
     """The algorithm's own schedule, less what the options say otherwise."""
     return Schedule(

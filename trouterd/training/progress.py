@@ -15,7 +15,11 @@ class Bars:
     def __init__(self) -> None:
         self.console = Console(stderr=True)
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=self.console
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self.console,
         )
 
     @contextmanager

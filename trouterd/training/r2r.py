@@ -16,7 +16,7 @@ from torch.nn import functional
 from algorithms.r2r_router import save
 from models.batch import StepOutput
 from trouterd.training.fit import Fit, fit
-from trouterd.training.head import Count, Epoch, Labels, schedule
+from trouterd.training.head import Count, Epoch, Labels, balance, schedule
 from trouterd.training.judge import ends_sentence, judge_named
 from trouterd.training.options import TrainOptions
 from trouterd.training.pair import Pair
@@ -30,6 +30,8 @@ TOP = 100
 """Largest raw logits that the router sees."""
 DROPOUT = 0.1
 EXPANSION = 4
+SMALLEST_OFFICIAL = 512
+"""Hidden size from which on the router has the published sizes, 6 blocks of 1024; toy models get one of their own size."""
 
 
 class R2RTrainer:
@@ -59,15 +61,14 @@ class R2RTrainer:
         torch.manual_seed(self._options.pair.seed)
         head = R2RHead(embedding, labels.tensors, labels.train, self._options)
         target = self.wanted(labels.tensors).float().to(embedding.device)
-        positive = target[labels.train].sum().clamp(min=1)
-        weight = (len(labels.train) - positive) / positive
+        weight = balance(target[labels.train])
         inputs = [labels.tensors[name].to(embedding.device) for name in ("hidden", "token", "top")]
 
         def loss(rows: torch.Tensor) -> torch.Tensor:
             logits = head.network(*(part[rows] for part in inputs))
             return functional.binary_cross_entropy_with_logits(logits, target[rows], pos_weight=weight)
 
-        plan = schedule(self._options, epochs=50, batch=256, rate=3e-4, weight_decay=5e-4)
+        plan = schedule(self._options, epochs=50, batch=256, rate=5e-4, weight_decay=5e-4)
         return head, fit(head.network, loss, labels.train, labels.validation, plan, epoch)
 
     def _label(self, pair: Pair, prompts: Sequence[Prompt], first: int) -> Tensors:
@@ -81,7 +82,9 @@ class R2RTrainer:
             if int(rows[number][2][place]) != token
         ]
         label = [torch.zeros(len(answer), dtype=torch.int8) for answer in answers]
-        for (number, place, _), divergent in zip(differing, self._judged(pair, prompts, answers, differing), strict=True):
+        for (number, place, _), divergent in zip(
+            differing, self._judged(pair, prompts, answers, differing), strict=True
+        ):
             label[number][place] = divergent
         return {
             "text": torch.cat([torch.full((len(a),), first + number) for number, a in enumerate(answers)]),
@@ -92,7 +95,11 @@ class R2RTrainer:
         }
 
     def _judged(
-        self, pair: Pair, prompts: Sequence[Prompt], answers: Sequence[list[int]], differing: Sequence[tuple[int, int, int]]
+        self,
+        pair: Pair,
+        prompts: Sequence[Prompt],
+        answers: Sequence[list[int]],
+        differing: Sequence[tuple[int, int, int]],
     ) -> list[bool]:
         """Whether each differing place (answer, place, the small model's token) is divergent."""
         going = [row for row in differing if row[2] not in pair.eos_ids]
@@ -129,11 +136,15 @@ class R2RHead:
 
     def __init__(self, embedding: torch.Tensor, tensors: Tensors, train: torch.Tensor, options: TrainOptions) -> None:
         hidden, top = tensors["hidden"].shape[1], tensors["top"].shape[1]
-        width = options.width or min(1024, 2 * hidden)
-        blocks = options.blocks or (6 if hidden >= 512 else 2)
+        official = hidden >= SMALLEST_OFFICIAL
+        width, blocks = options.width or (1024 if official else hidden), options.blocks or (6 if official else 2)
         scales = [
             Standard(rows.float())
-            for rows in (tensors["hidden"][train], embedding[tensors["token"][train].to(embedding.device)].cpu(), tensors["top"][train])
+            for rows in (
+                tensors["hidden"][train],
+                embedding[tensors["token"][train].to(embedding.device)].cpu(),
+                tensors["top"][train],
+            )
         ]
         self.network = R2RNetwork(embedding, top, [width] * blocks, scales).to(embedding.device)
         self._sizes = hidden, top, [width] * blocks
@@ -214,23 +225,23 @@ class R2RNetwork(nn.Module):
         super().__init__()
         hidden = len(scales[0].mean)
         self.embedding = embedding
-        self.scales = nn.ModuleList(scales)
+        self.hidden_scale, self.embedding_scale, self.top_scale = scales
         self.logits_projection = nn.Linear(top, hidden)
         self.combined_projection = nn.Linear(2 * hidden + embedding.shape[1], widths[0])
         self.backbone = _Backbone(widths)
 
     def forward(self, hidden: torch.Tensor, tokens: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
         """[R] logits of divergence from hidden states [R, H], the sampled tokens [R] and the largest logits [R, top]."""
-        inputs = hidden.float(), self.embedding[tokens].float(), top.float()
-        hidden, embedded, top = (scale(part) for scale, part in zip(self.scales, inputs, strict=True))
-        x = self.combined_projection(torch.cat((hidden, embedded, self.logits_projection(top)), dim=-1))
+        logits = self.logits_projection(self.top_scale(top.float()))
+        embedded = self.embedding_scale(self.embedding[tokens].float())
+        x = self.combined_projection(torch.cat((self.hidden_scale(hidden.float()), embedded, logits), dim=-1))
         logit: torch.Tensor = self.backbone(x)
         return logit.squeeze(-1)
 
     def official_state(self) -> Tensors:
         """The state dict of the network on plain inputs."""
-        state = {name: value.detach() for name, value in self.state_dict().items() if not name.startswith("scales.")}
-        hidden, embedded, top = self.scales
+        state = {name: value.detach() for name, value in self.state_dict().items() if "_scale." not in name}
+        hidden, embedded, top = self.hidden_scale, self.embedding_scale, self.top_scale
         name = "logits_projection"
         state[f"{name}.weight"], state[f"{name}.bias"] = top.folded(state[f"{name}.weight"], state[f"{name}.bias"])
         both = torch.cat((hidden.mean, embedded.mean)), torch.cat((hidden.deviation, embedded.deviation))

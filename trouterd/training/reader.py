@@ -93,7 +93,11 @@ class Reader:
         Returns:
             One entry per text: the digest's tensors over its places, on the CPU.
         """
-        return [rows for start in range(0, len(texts), self.texts) for rows in self._read(texts[start:][: self.texts], digest)]
+        return [
+            rows
+            for start in range(0, len(texts), self.texts)
+            for rows in self._read(texts[start:][: self.texts], digest)
+        ]
 
     def _read(self, texts: Sequence[tuple[Sequence[int], int]], digest: Digest) -> list[Rows]:
         marks = [self._open() for _ in texts]
@@ -112,7 +116,9 @@ class Reader:
                 row += span.end - span.start
             digested = digest(self._run(step, np.asarray(rows, np.int64)), torch.tensor(following, dtype=torch.int64))
             counts = [count for _, count in owners]
-            for (number, _), *piece in zip(owners, *(part.cpu().split(counts) for part in digested), strict=True):
+            for (number, _), *piece in zip(
+                owners, *(torch.split(part.cpu(), counts) for part in digested), strict=True
+            ):
                 parts[number].append(tuple(piece))
         for mark in marks:
             self.close(mark)

@@ -92,9 +92,7 @@ def answer_held_out(pair: Pair, prompts: Sequence[Prompt], rule: Rule, judge: st
             good += is_right(text, prompt.answer) if prompt.answer is not None else same(text, pair.text(reference))
         return good / max(1, len(prompts))
 
-    result = Routed(
-        len(prompts), written_share(routed), right([one.ids for one in routed]), right(small), right(large)
-    )
+    result = Routed(len(prompts), written_share(routed), right([one.ids for one in routed]), right(small), right(large))
     return result, routed
 
 
@@ -105,7 +103,9 @@ def curve_table(points: Sequence[Point], threshold: float) -> Table:
         table.add_column(heading, justify="right")
     for point in points:
         mark = "* " if point.threshold == threshold else ""
-        table.add_row(f"{mark}{point.threshold:.6g}", f"{point.share:.1%}", f"{point.recall:.1%}", f"{point.accuracy:.1%}")
+        table.add_row(
+            f"{mark}{point.threshold:.6g}", f"{point.share:.1%}", f"{point.recall:.1%}", f"{point.accuracy:.1%}"
+        )
     return table
 
 

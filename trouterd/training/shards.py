@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -80,7 +79,9 @@ class Shards:
             try:
                 return load_file(path)
             except (SafetensorError, OSError) as error:
-                raise TrainingError(f"{path}: cannot be read: {error}; delete it, or start over with --fresh") from error
+                raise TrainingError(
+                    f"{path}: cannot be read: {error}; delete it, or start over with --fresh"
+                ) from error
         tensors = {key: value.contiguous() for key, value in make().items()}
         unfinished = path.with_suffix(".partial")
         try:
@@ -117,7 +118,7 @@ def model_digest(directory: Path) -> str:
         if file.name == "config.json":
             digest.update(file.read_bytes())
         elif file.suffix in (".safetensors", ".bin"):
-            status = os.stat(file)  # follows links, which model caches consist of
+            status = file.stat()  # follows links, which model caches consist of
             digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}".encode())
     return digest.hexdigest()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-import msgspec
 import torch
 
 from algorithms import uncertainty
@@ -59,7 +58,8 @@ class Sides:
     def rule(self) -> Rule:
         """Who writes which token, by the sides' own `route`."""
         return Rule(
-            lambda *step: self.entry.route(self._step(*step)) != 0, lambda *step: self.peer.route(self._step(*step)) == 0
+            lambda *step: self.entry.route(self._step(*step)) != 0,
+            lambda *step: self.peer.route(self._step(*step)) == 0,
         )
 
     def signal(self) -> Signal:
@@ -68,31 +68,35 @@ class Sides:
         Raises:
             TrainingError: it has none that could be calibrated.
         """
+        self._require_one_threshold()
         params: Any = self.params
         match self.name:
             case "entropy":
-                if params.measure == "aleatoric" and params.epistemic:
-                    raise TrainingError("params.epistemic: a second threshold; calibrate with it at 0")
                 values = _MEASURES[params.measure]
-                large = values if params.back == "confident" and params.threshold_back < 0 else None
-                if params.back == "confident" and large is None:
-                    raise TrainingError("params.threshold_back: a second threshold; calibrate with it at -1")
+                large = values if params.back == "confident" else None
                 return Signal(values, large, rises=params.measure not in ("confidence", "margin"))
             case "rstitch":
-                if params.checkpoint:
-                    raise TrainingError("params.checkpoint: a head behind the entropy test; calibrate tau without it")
                 return Signal(self._normalized, self._normalized)
             case "r2r":
                 return Signal(self._values(cast("R2REntry", self.entry).probabilities))
             case "citer":
                 return Signal(self._values(cast("CiterEntry", self.entry).confidence), rises=False)
             case "collm":
-                if params.schedule != "constant":
-                    raise TrainingError("params.schedule: the threshold changes along the answer; calibrate 'constant'")
                 return Signal(self._values(cast("CollmEntry", self.entry).deferral))
             case "query" if params.source == "hidden":
                 return Signal(self._values(cast("QueryWeak", self.entry).scores), once=True)
         raise TrainingError(f"--route: algorithm '{self.name}' has no threshold that text could calibrate")
+
+    def _require_one_threshold(self) -> None:
+        """Parameters beside the threshold that would change the share, by algorithm and the value at which they do not."""
+        neutral: dict[str, dict[str, object]] = {
+            "entropy": {"threshold_back": -1, "epistemic": 0},
+            "rstitch": {"checkpoint": ""},
+            "collm": {"schedule": "constant"},
+        }
+        for name, value in neutral.get(self.name, {}).items():
+            if getattr(self.params, name) != value:
+                raise TrainingError(f"params.{name}: calibration finds one threshold; set it to {value!r} meanwhile")
 
     def _normalized(self, output: StepOutput, tokens: torch.Tensor) -> torch.Tensor:
         del tokens

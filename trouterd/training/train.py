@@ -131,7 +131,9 @@ class Run:
             f"{counts.train} rows to learn from, {counts.validation} to stop by, {counts.held_out} held out;"
             f" {counts.wanted:.1%} of them should go to the large model"
         )
-        console.print(f"best epoch {report.best_epoch} of {report.epochs}, validation loss {report.validation_loss:.4f}")
+        console.print(
+            f"best epoch {report.best_epoch} of {report.epochs}, validation loss {report.validation_loss:.4f}"
+        )
         console.print(curve_table(report.curve, sidecar.threshold))
         known = all(prompt.answer is not None for prompt in self._prompts.held_out)
         console.print(routed_table(report.routed, known))
@@ -241,5 +243,3 @@ def _route_lines(files: PairFiles, sidecar: Sidecar, output: Path) -> str:
         f'\nmodels = ["{files.small_name}", "{files.large_name}"]\nalgorithm = "{sidecar.algorithm}"\n'
         f"params = {{ {params} }}"
     )
-
-
