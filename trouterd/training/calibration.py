@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,7 +97,6 @@ def calibrate(
     signal: Signal,
     prompts: Sequence[Sequence[int]],
     target: float,
-    progress: Callable[[], None] | None = None,
 ) -> tuple[float, list[Series]]:
     """The threshold for a share, and the signal along the text that it was found on.
 
@@ -109,7 +108,7 @@ def calibrate(
         series = measure(pair, signal, prompts, answers)
         threshold = threshold_for_share(signal, series, target)
         if number < ROUNDS - 1:
-            answers = [text.ids for text in write_routed(pair, prompts, signal.rule(threshold), progress=progress)]
+            answers = [text.ids for text in write_routed(pair, prompts, signal.rule(threshold))]
     return threshold, series
 
 

@@ -163,7 +163,7 @@ class Run:
             labels = Labels.of(tensors, len(self._prompts.train), len(self._prompts.validation))
             self._require_both(labels)
             name = "training" if rounds == 1 else f"training, round {number}"
-            head, fit = self._trainer.fit(pair, labels, self._bars.epochs(name, self._options.epochs or 100))
+            head, fit = self._trainer.fit(pair, labels, self._bars.epochs(name))
             threshold = self._threshold(pair, labels, head)
             if number < rounds and isinstance(self._trainer, CiterTrainer):
                 refined = self._trainer.refine(pair, prompts, shards, labels, head, threshold, number + 1)
