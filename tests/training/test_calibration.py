@@ -79,7 +79,6 @@ def test_one_decision_counts_for_the_whole_answer() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "params", "low", "high"),
     [
-        ("entropy", {"threshold": 1.0}, 0.05, 1),
         ("entropy", {"threshold": 1.0, "measure": "margin"}, 0.3, 1),
         ("rstitch", {"tau": 0.5}, 0, 0.2),
     ],
