@@ -15,6 +15,7 @@ import torch
 
 from algorithms.base import RouteContext
 from algorithms.checkpoint import Tensors, load_mapping
+from algorithms.head_threshold import probability
 from models.linear import RowPlan, linear, plan_rows
 
 _EPS = 1e-5
@@ -67,7 +68,7 @@ class ConfidenceHead:
         """[R] float32 confidence in (0, 1) of rows of [R, H] hidden states."""
         # Sums of rows, and on a CPU products with planned row counts: a row's bits do not depend on the others.
         wide = self._linear(hidden.float()).relu_()
-        return (wide * self._out).sum(dim=-1).add_(self._out_bias).sigmoid_()
+        return probability((wide * self._out).sum(dim=-1) + self._out_bias)
 
     def _linear(self, x: torch.Tensor) -> torch.Tensor:
         if self._plan is None:

@@ -12,6 +12,7 @@ import torch
 
 from algorithms.base import RouteContext
 from algorithms.checkpoint import Tensors, load_safetensors
+from algorithms.head_threshold import probability
 
 
 class DeferHead:
@@ -43,4 +44,4 @@ class DeferHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R] float32 probability of deferring, of rows of [R, H] hidden states; a row's bits do not depend on the others."""
-        return ((hidden.float() * self._weight).sum(dim=-1) + self._bias).sigmoid()
+        return probability((hidden.float() * self._weight).sum(dim=-1) + self._bias)

@@ -85,6 +85,11 @@ def choose(algorithm: str, given: float, calibrated: Threshold | None, fallback:
     return chosen.value
 
 
+def probability(logit: torch.Tensor) -> torch.Tensor:
+    """[R] sigmoid, spelt out: torch's own kernel rounds the last elements of a buffer differently on a CPU."""
+    return logit.neg().exp_().add_(1.0).reciprocal_()
+
+
 def in_force(given: torch.Tensor, chosen: float) -> torch.Tensor:
     """[R] thresholds of rows whose parameter is `given` [R]."""
     return given.where(given >= 0, chosen)

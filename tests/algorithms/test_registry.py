@@ -16,6 +16,7 @@ from algorithms.registry import AlgorithmError, check_override, load, names, num
 
 BUILT_IN = {"none": {}, "entropy": {"threshold": 1}, "rstitch": {"tau": 0}, "bernoulli": {"p": 0}}
 BUILT_IN["every_n"] = {"shape": "block", "n": 1}
+BUILT_IN |= {"r2r": {"checkpoint": "r.pt"}, "citer": {"checkpoint": "c.pth"}, "collm": {}}
 
 GOOD = """
     from __future__ import annotations
@@ -96,9 +97,7 @@ def test_built_ins_are_named_as_their_files_and_take_their_parameters(name):
     assert name in names()
     params = validate_params(definition, BUILT_IN[name], ["m"] * definition.min_models)
     assert set(numeric_params(params)) == set(params.__struct_fields__) - {
-        "measure",
-        "back",
-        "shape",
+        *("measure", "back", "shape", "checkpoint", "dtype", "mode", "schedule"),
     }
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from algorithms import uncertainty
 from algorithms.base import RouteContext
 from models.rng import Purpose, uniform
+from tests.algorithms.reference import log_u
 from tests.algorithms.steps import HIDDEN, quick, route, side, step, uniform_over
 
 V = 8
@@ -66,6 +67,23 @@ def test_measures_leave_the_logits_alone():
     assert torch.equal(logits, RANDOM)
 
 
+def test_log_u_agrees_with_the_definition_in_double_precision():
+    wide = torch.randn(16, 500, generator=torch.Generator().manual_seed(5)) * 6 + 4
+    expected = [log_u(row) for row in wide.tolist()]
+    got = torch.stack((uncertainty.aleatoric(wide), uncertainty.epistemic(wide)), dim=1)
+    torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    # Ten equal logits of 20: psi(201) - psi(21) = 1/21 + ... + 1/200.
+    even = torch.full((1, 12), 20.0)
+    assert float(uncertainty.aleatoric(even)) == pytest.approx(sum(1 / n for n in range(21, 201)), rel=1e-5)
+    assert float(uncertainty.epistemic(even)) == pytest.approx(10 / 210)
+
+
+def test_log_u_without_evidence():
+    rows = torch.tensor([[-1.0] * V, [-math.inf] * V, [5.0, *[-math.inf] * (V - 1)]])
+    assert uncertainty.aleatoric(rows).tolist() == [0, 0, 0]
+    assert uncertainty.epistemic(rows).tolist() == [1, 1, pytest.approx(V / (V + 5))]
+
+
 @pytest.mark.parametrize("models", [1, 2, 4])
 def test_none_stays_everywhere(models):
     assert [route("none", {}, index, RANDOM, models=models) for index in range(models)] == [[0] * 64] * models
@@ -98,6 +116,25 @@ def test_entropy_measures(measure, threshold, expected):
 def test_entropy_peer_returns_after_one_or_once_it_is_sure():
     assert route("entropy", {"threshold": 1}, 1, ROWS) == [1, 1, 1, 1]
     assert route("entropy", {"threshold": 1, "back": "confident"}, 1, ROWS) == [1, 1, 0, 0]
+
+
+def test_log_u_hands_over_where_all_thresholds_are_reached():
+    aleatoric, epistemic = uncertainty.aleatoric(RANDOM), uncertainty.epistemic(RANDOM)
+    au, eu = float(aleatoric.median()), float(epistemic.median())
+    assert route("entropy", {"threshold": au, "measure": "aleatoric"}, 0, RANDOM) == (aleatoric >= au).long().tolist()
+    assert route("entropy", {"threshold": eu, "measure": "epistemic"}, 0, RANDOM) == (epistemic >= eu).long().tolist()
+    both = route("entropy", {"threshold": au, "measure": "aleatoric", "epistemic": eu}, 0, RANDOM)
+    assert both == ((aleatoric >= au) & (epistemic >= eu)).long().tolist()
+    assert 0 < sum(both) < 32
+
+
+def test_a_threshold_of_the_way_back():
+    params = {"threshold": 1, "back": "confident", "threshold_back": BITS}
+    assert route("entropy", params, 0, ROWS) == [0, 0, 1, 1]
+    assert route("entropy", params, 1, ROWS) == [1, 0, 0, 0]
+    assert route("entropy", params | {"threshold_back": 0}, 1, ROWS) == [0] * 4
+    sure = {"threshold": 0.3, "measure": "confidence", "back": "confident", "threshold_back": 0.9}
+    assert route("entropy", sure, 1, ROWS) == [1, 0, 0, 0]
 
 
 def test_thresholds_are_per_row():

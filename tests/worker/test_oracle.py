@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,9 +16,10 @@ import torch
 from ipc.messages import PeerReq, Sampling
 from models.rng import Purpose, uniform
 from tests.algorithms import reference
+from tests.algorithms.heads import Score, confidence_net, write_confidence, write_defer
 from tests.algorithms.reference import Rule, Trace
 from tests.harness import Answer, Cluster
-from tests.worker.lookup import LookupModel, LookupRunner
+from tests.worker.lookup import HIDDEN, LookupModel, LookupRunner
 from trouterd.config import Route
 
 torch.set_num_threads(1)
@@ -26,6 +28,21 @@ EOS = 0
 NAMES = ("small", "large", "huge")
 MODELS = {name: LookupModel(seed) for seed, name in enumerate(NAMES)}
 PROMPT = [5, 9, 2, 41, 17, 8, 3]
+
+
+FILES = tempfile.TemporaryDirectory()
+"""Trained heads for the small model; gone when the tests end."""
+TRUST, DEFER = (str(Path(FILES.name, name)) for name in ("trust.pth", "defer.safetensors"))
+
+
+def of_small(head: Score) -> reference.Score:
+    """A head over the small model's hidden states."""
+    small = MODELS["small"]
+    return lambda ids: head(small.hidden[small.row(ids)])
+
+
+confidence = of_small(write_confidence(Path(TRUST), confidence_net(HIDDEN)))
+deferral = of_small(write_defer(Path(DEFER), HIDDEN, bias=-0.5))
 
 
 @dataclass(frozen=True)
@@ -69,6 +86,28 @@ CASES = {
     "rstitch, small alone": Case("rstitch", reference.rstitch(1), {"tau": 1}),
     "rstitch, large for ever": Case("rstitch", reference.rstitch(-0.5), {"tau": -0.5}),
     "rstitch, vocab": Case("rstitch", reference.rstitch(0.1, 4096), {"tau": 0.1, "vocab": 4096}),
+    "entropy, hysteresis": Case(
+        "entropy",
+        reference.entropy(1.2, back="confident", threshold_back=0.3),
+        {"threshold": 1.2, "back": "confident", "threshold_back": 0.3},
+    ),
+    "entropy, log-U": Case(
+        "entropy",
+        reference.entropy(1.6, "aleatoric", epistemic=0.3),
+        {"threshold": 1.6, "measure": "aleatoric", "epistemic": 0.3},
+    ),
+    "rstitch, gated": Case(
+        "rstitch",
+        reference.rstitch(0.05, 0, confidence, 0.6),
+        {"tau": 0.05, "checkpoint": TRUST, "threshold": 0.6},
+    ),
+    "citer": Case("citer", reference.citer(confidence, 0.4), {"checkpoint": TRUST, "threshold": 0.4}),
+    "collm": Case("collm", reference.collm(deferral, 0.5), {"checkpoint": DEFER, "threshold": 0.5}),
+    "collm, cosine": Case(
+        "collm",
+        reference.collm(deferral, 0.3, "cosine", 20),
+        {"checkpoint": DEFER, "threshold": 0.3, "schedule": "cosine", "warmup": 20},
+    ),
     "visit 1": Case("every_n", reference.every_n("visit", 1), {"shape": "visit", "n": 1}),
     "visit 5": Case("every_n", reference.every_n("visit", 5), {"shape": "visit", "n": 5}),
     "block 1 of 2": Case("every_n", reference.every_n("block", 1), {"shape": "block", "n": 1}),
@@ -79,7 +118,17 @@ CASES = {
     "bernoulli, never": Case("bernoulli", reference.bernoulli(0), {"p": 0}),
     "bernoulli, always": Case("bernoulli", reference.bernoulli(1), {"p": 1}),
 }
+COMPOSED = {
+    f"collm, composed above {threshold}": Case(
+        "collm",
+        reference.collm(deferral, threshold, entry=MODELS["small"]),
+        {"checkpoint": DEFER, "threshold": threshold, "mode": "compose"},
+    )
+    for threshold in (0.0, 0.4)
+}
+"""Tokens that no model drew: these do not write what one model would."""
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+with_composed = pytest.mark.parametrize("case", (CASES | COMPOSED).values(), ids=(CASES | COMPOSED).keys())
 
 SAMPLINGS = {
     "greedy": {"temperature": 0.0, "ignore_eos": True},
@@ -125,7 +174,7 @@ def assert_same_handoffs(sent: Sequence[PeerReq], rid: int, trace: Trace) -> Non
 
 
 @every_sampling
-@every_case
+@with_composed
 async def test_one_request(case: Case, sampling: dict[str, Any]) -> None:
     async with cluster(case.route()).running() as workers:
         rid, answer = workers.submit("demo", PROMPT, **({"max_tokens": 40} | sampling))
@@ -137,7 +186,7 @@ async def test_one_request(case: Case, sampling: dict[str, Any]) -> None:
     assert answer.handoffs == len(trace.handoffs)
 
 
-@every_case
+@with_composed
 async def test_a_crowd_with_shared_prefixes(case: Case) -> None:
     requests = [
         (
@@ -276,5 +325,7 @@ def test_the_cases_reach_what_they_are_for() -> None:
     assert len({tuple(t[0].tokens) for t in traces.values()}) > 12
     endings = {(t.finish, t.writers[-1]) for ts in traces.values() for t in ts}
     assert {("stop", 0), ("stop", 1), ("length", 0), ("length", 1)} <= endings
+    composed = [expected(case, PROMPT, s) for case in COMPOSED.values() for s in SAMPLINGS.values()]
+    assert {("stop", 1), ("length", 1)} <= {(t.finish, t.writers[-1]) for t in composed}
     runs = traces["rstitch"][0].writers
     assert any(runs[n : n + 3] == [1, 1, 1] for n in range(len(runs)))
