@@ -110,7 +110,7 @@ def _in_proportion(turn: _Number, weights: Sequence[_Number]) -> _Number:
 def _check(params: MEParams, models: tuple[str, ...]) -> None:
     if len(params.weights) != len(models):
         raise ValueError(f"weights: {len(params.weights)} given for {len(models)} models")
-    if not sum(params.weights) > 0:  # nor is a sum with a NaN in it
+    if sum(params.weights) == 0:
         raise ValueError("weights: at least one must be above 0")
 
 

@@ -317,6 +317,7 @@ def _description(declared: FieldInfo) -> str:
 def _choices(declared: FieldInfo) -> list[object]:
     """The values that a field of a literal or enumeration type may have."""
     part = type_info(declared.type)
+    part = part.type if isinstance(part, Metadata) else part
     parts = part.types if isinstance(part, UnionType) else (part,)
     values: list[object] = []
     for one in parts:

@@ -145,13 +145,18 @@ class Cluster:
                 self.answers[update.rid].take(update)
 
     def submit(
-        self, route: str, prompt: Sequence[int], params: dict[str, float] | None = None, **sampling: Any
+        self,
+        route: str,
+        prompt: Sequence[int],
+        params: dict[str, float] | None = None,
+        score: float | None = None,
+        **sampling: Any,
     ) -> tuple[int, Answer]:
         """Send a request to its entry; greedy and 32 tokens unless said otherwise."""
         rid = next(self._rids)
         values = {"seed": 0, "max_tokens": 32, "temperature": 0.0} | sampling
         answer = self.answers[rid] = Answer()
-        self.deliver(self._entry(route), Submit(rid, route, pack_ids(prompt), Sampling(**values), params or {}))
+        self.deliver(self._entry(route), Submit(rid, route, pack_ids(prompt), Sampling(**values), params or {}, score))
         return rid, answer
 
     def abort(self, rid: int, route: str) -> None:
@@ -163,10 +168,15 @@ class Cluster:
         return self.names.index(self.config.all_routes()[route].models[0])
 
     async def generate(
-        self, route: str, prompt: Sequence[int], params: dict[str, float] | None = None, **sampling: Any
+        self,
+        route: str,
+        prompt: Sequence[int],
+        params: dict[str, float] | None = None,
+        score: float | None = None,
+        **sampling: Any,
     ) -> Answer:
         """Submit and wait for the end."""
-        _, answer = self.submit(route, prompt, params, **sampling)
+        _, answer = self.submit(route, prompt, params, score, **sampling)
         await answer.done.wait()
         return answer
 

@@ -136,7 +136,7 @@ def set_value(config: Config, name: str, value: Any) -> tuple[Config, Any, Any]:
     if key is None:
         entries = value if isinstance(value, list) else [value]
         if not all(isinstance(entry, (int, float)) and not isinstance(entry, bool) for entry in entries):
-            raise ConfigError([f"{name}: only numbers, and lists of them, are live, got {value!r}"])
+            raise ConfigError([f"{name}: only numbers are live, alone or in a list, got {value!r}"])
         if problem := carriage_problem(value):
             raise ConfigError([f"{name}: {problem}"])
     elif not key.live:

@@ -51,6 +51,10 @@ class Decision:
 Rule = Callable[[Row], Decision]
 
 
+First = Callable[[Sequence[int], Sampling], int]
+"""Which model (route index) writes the first token, decided before anything is computed."""
+
+
 @dataclass(frozen=True)
 class Handoff:
     """A hand-off, decided on the token at output `index`: `suffix` ids travel, the destination writes from `loc` on."""
@@ -79,19 +83,20 @@ def generate(
     sampling: Sampling,
     eos: Collection[int] = (),
     max_stall: int = 8,
-    first: int = 0,
+    first: First = lambda *_: 0,
 ) -> Trace:
-    """Decode one request under a rule; models are in the route's order, the first one is the entry, `first` begins.
+    """Decode one request under a rule; models are in the route's order, the first one is the entry.
 
     `known` starts at output 0 for all: the peers get the prompt at admission. Tokens of a peer that keeps the request, or that
     hands over to another peer, reach the entry at once, for streaming.
     """
     trace = Trace()
     known = [0] * len(models)
-    holder = stall = 0
-    if first:
-        trace.handoffs.append(Handoff(0, 0, first, 0, 0))
-        holder, stall = first, 1
+    holder = first(prompt, sampling)
+    stall = 0
+    if holder:
+        trace.handoffs.append(Handoff(0, 0, holder, 0, 0))
+        stall = 1
     ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos))
     while True:
         index = len(trace.tokens)
@@ -310,6 +315,35 @@ def me(weights: Sequence[float], mode: str = "draw") -> Rule:
     return rule
 
 
-def query_after_prefill(strong: Callable[[Row], bool]) -> Rule:
-    """The first position decides who writes all of them; the sample of it is dropped with the rest of the small model's part."""
-    return lambda row: Decision(int(row.model == 1 or (row.index == 0 and strong(row))), keep=row.model == 1)
+def first_drawn(weights: Sequence[float]) -> First:
+    """Whoever is drawn for position 0."""
+    return lambda _, sampling: drawn(sampling.seed, sampling.choice, 0, weights)
+
+
+def stay() -> Rule:
+    """Whoever has begun writes to the end."""
+    return lambda row: Decision(row.model, keep=False)
+
+
+def query_hidden(score: Score, threshold: float) -> Rule:
+    """After the entry's prefill: the peer writes all where the head's confidence is too small."""
+
+    def rule(row: Row) -> Decision:
+        leaves = row.model == 0 and row.index == 0 and 1 - score(row.ids) >= single(threshold)
+        return Decision(1 if leaves else row.model, keep=False)
+
+    return rule
+
+
+def first_of_query(source: str, threshold: float, score: float | None = None) -> First:
+    """The large model where the score of the prompt reaches the threshold."""
+
+    def first(prompt: Sequence[int], sampling: Sampling) -> int:
+        values = {
+            "field": score,
+            "length": len(prompt),
+            "random": uniform(sampling.seed, sampling.choice, 0, Purpose.ROUTE),
+        }
+        return int(values[source] >= threshold)
+
+    return first

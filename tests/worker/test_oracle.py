@@ -17,7 +17,7 @@ from ipc.messages import PeerReq, Sampling
 from models.rng import Purpose, uniform
 from tests.algorithms import reference
 from tests.algorithms.heads import Score, confidence_net, write_confidence, write_defer
-from tests.algorithms.reference import Rule, Trace
+from tests.algorithms.reference import First, Rule, Trace
 from tests.harness import Answer, Cluster
 from tests.worker.lookup import HIDDEN, LookupModel, LookupRunner
 from trouterd.config import Route
@@ -53,11 +53,27 @@ class Case:
     rule: Rule
     params: dict[str, Any] = field(default_factory=dict)
     models: int = 2
+    first: First = lambda *_: 0
+    score: float | None = None
+    """Of every prompt."""
 
     def route(self, **settings: Any) -> Route:
         """The route over the first models."""
         names = list(NAMES[: self.models])
         return Route(models=names, algorithm=self.algorithm, params=self.params, **settings)
+
+
+def ensemble(*weights: float, mode: str = "draw") -> Case:
+    """A case of `me`."""
+    first = reference.first_drawn(weights) if mode == "draw" else lambda *_: reference.proportioned(0, weights)
+    params = {"weights": list(weights), "mode": mode}
+    return Case("me", reference.me(weights, mode), params, len(weights), first)
+
+
+def query(source: str, threshold: float, score: float | None = None) -> Case:
+    """A case of `query`."""
+    first = reference.first_of_query(source, threshold, score)
+    return Case("query", reference.stay(), {"source": source, "threshold": threshold}, first=first, score=score)
 
 
 CASES = {
@@ -117,6 +133,16 @@ CASES = {
     "bernoulli": Case("bernoulli", reference.bernoulli(0.35), {"p": 0.35}),
     "bernoulli, never": Case("bernoulli", reference.bernoulli(0), {"p": 0}),
     "bernoulli, always": Case("bernoulli", reference.bernoulli(1), {"p": 1}),
+    "me of 3": ensemble(0.5, 0.3, 0.2),
+    "me, mostly others": ensemble(0, 9, 1),
+    "me, proportions": ensemble(0.2, 0.5, 0.3, mode="proportions"),
+    "query, strong": query("field", 0.7, 0.7),
+    "query, random": query("random", 0.5),
+    "query, hidden": Case(
+        "query",
+        reference.query_hidden(confidence, 0.5),
+        {"source": "hidden", "checkpoint": TRUST, "threshold": 0.5},
+    ),
 }
 COMPOSED = {
     f"collm, composed above {threshold}": Case(
@@ -150,7 +176,7 @@ def expected(case: Case, prompt: Sequence[int], sampling: dict[str, Any], max_st
     """What the reference writes."""
     values = {"seed": 0, "max_tokens": 40} | sampling
     models = [MODELS[name] for name in NAMES[: case.models]]
-    return reference.generate(models, case.rule, prompt, Sampling(**values), (EOS,), max_stall)
+    return reference.generate(models, case.rule, prompt, Sampling(**values), (EOS,), max_stall, case.first)
 
 
 def assert_same(answer: Answer, trace: Trace) -> None:
@@ -177,7 +203,7 @@ def assert_same_handoffs(sent: Sequence[PeerReq], rid: int, trace: Trace) -> Non
 @with_composed
 async def test_one_request(case: Case, sampling: dict[str, Any]) -> None:
     async with cluster(case.route()).running() as workers:
-        rid, answer = workers.submit("demo", PROMPT, **({"max_tokens": 40} | sampling))
+        rid, answer = workers.submit("demo", PROMPT, score=case.score, **({"max_tokens": 40} | sampling))
         await answer.done.wait()
         await workers.settled()
     trace = expected(case, PROMPT, sampling)
@@ -196,7 +222,7 @@ async def test_a_crowd_with_shared_prefixes(case: Case) -> None:
         for n in range(16)
     ]
     async with cluster(case.route(), max_batch_tokens=16).running() as workers:
-        pairs = [workers.submit("demo", prompt, **sampling) for prompt, sampling in requests]
+        pairs = [workers.submit("demo", prompt, score=case.score, **sampling) for prompt, sampling in requests]
         await asyncio.gather(*(answer.done.wait() for _, answer in pairs))
         await workers.settled()
     for (prompt, sampling), (rid, answer) in zip(requests, pairs, strict=True):
@@ -207,14 +233,14 @@ async def test_a_crowd_with_shared_prefixes(case: Case) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("name", ["entropy", "rstitch", "block 3 of 3"])
+@pytest.mark.parametrize("name", ["entropy", "rstitch", "block 3 of 3", "me of 3", "query, strong"])
 async def test_page_sizes_and_prefix_cache(name: str, prefix_cache: bool, page_size: int) -> None:
     case = CASES[name]
     prompt = PROMPT * 6
     settings = {"prefix_cache": prefix_cache, "page_size": page_size, "max_batch_tokens": 16}
     async with cluster(case.route(), **settings).running() as workers:
         for _ in range(2):
-            rid, answer = workers.submit("demo", prompt, max_tokens=30, temperature=0.7)
+            rid, answer = workers.submit("demo", prompt, score=case.score, max_tokens=30, temperature=0.7)
             await answer.done.wait()
             trace = expected(case, prompt, {"max_tokens": 30, "temperature": 0.7})
             assert_same(answer, trace)
@@ -295,15 +321,20 @@ async def test_copies_of_one_model_write_what_it_writes_alone(case: Case, others
     copies = dict.fromkeys(NAMES, MODELS["small"])
     alone = expected(Case("none", reference.none(), models=1), PROMPT, sampling)
     async with cluster(case.route(), copies, prefix_cache=prefix_cache, max_batch_tokens=64).running() as workers:
-        crowd = [workers.submit("demo", [n, *PROMPT[: n % 6]], seed=n, temperature=1.0) for n in range(others)]
-        answer = await workers.generate("demo", PROMPT, **sampling)
+        crowd = [
+            workers.submit("demo", [n, *PROMPT[: n % 6]], score=case.score, seed=n, temperature=1.0)
+            for n in range(others)
+        ]
+        answer = await workers.generate("demo", PROMPT, score=case.score, **sampling)
         await asyncio.gather(*(other.done.wait() for _, other in crowd))
         await workers.settled()
     assert answer.tokens == alone.tokens
     assert answer.finish == alone.finish
 
 
-@pytest.mark.parametrize("name", ["entropy", "rstitch", "visit 1", "block 3 of 3", "bernoulli"])
+@pytest.mark.parametrize(
+    "name", ["entropy", "rstitch", "visit 1", "block 3 of 3", "bernoulli", "me of 3", "query, random"]
+)
 async def test_copies_of_one_model_in_a_pool_that_is_too_small_for_all(name: str) -> None:
     case = CASES[name]
     copies = dict.fromkeys(NAMES, MODELS["small"])
