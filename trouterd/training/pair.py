@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from models.config import ModelError
+from models.defer import defer_row
 from models.shape import load_shape
 from models.tokenizer import Tokenizer
 from trouterd.config import Config, Model
@@ -116,4 +117,4 @@ class PairFiles:
             ) from error
         except ModelError as error:
             raise ModelError(f"models.{name}: {error}") from error
-        return Reader(runner, texts, context, eos_ids)
+        return Reader(runner, texts, context, eos_ids, defer_row(Path(model.path)))
