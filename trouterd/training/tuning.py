@@ -1,7 +1,12 @@
 """A small model and its deferral row learn together, as Co-LLM does it (arXiv 2403.03870).
 
-The row is one more, last row of the LM head: with d its logit, P = sigmoid(d) and p_small the law of the other rows, the loss of a
-token x is -log[(1 - P) p_small(x) + P p_large(x)]. The small model is transformers' own; the large one has been read before.
+The row is one more, last row of the LM head. With d its logit, P = sigmoid(d) and p_small the law of the other rows, the loss of a
+token x has three equal parts:
+    -log[(1 - P) p_small(x) + P p_large(x)], the paper's;
+    -log p_small(x): what is deferred would teach the small model nothing, and it would forget;
+    cross-entropy of P with whether the small model, as it is by then, is wrong: else P rises wherever the large one is better;
+        the official code's weakly supervised variant has such a part.
+The small model is transformers' own; the large one has been read before.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from trouterd.training.shards import ids_digest
 WARM_UP = 0.04
 """Part of the steps in which the learning rate rises."""
 MISTAKE_WEIGHT = 5.0
-"""Of the search's places that the small model gets wrong, as in the official code."""
+"""Of the places that the small model gets wrong, in the cross-entropy of P; the official code's."""
 PADDED_TOKENS = 8192
 """Of one forward pass, the padding of short texts included."""
 LARGEST_GRADIENT = 1.0
@@ -166,7 +171,7 @@ class Tuning:
 
 
 def deferral_loss(model: PreTrainedModel, texts: Sequence[Reading]) -> torch.Tensor:
-    """[] the loss summed over all tokens of the answers."""
+    """[] the loss (see above) summed over all tokens of the answers."""
     width = max(len(text.ids) for text in texts) - 1
     first = min(text.start for text in texts) - 1
     ids, inside = torch.zeros(len(texts), width, dtype=torch.int64), torch.zeros(len(texts), width, dtype=torch.bool)
