@@ -41,6 +41,11 @@ ALGORITHMS: list[tuple[int, str, dict[str, Any]]] = [
     (3, TENSOR, {"keep": [False, False, False], "restless": 0.6}),
     (3, TENSOR, {"keep": [False, True, False], "restless": 0.5}),
     (3, TENSOR, {"keep": [True, False, True], "restless": 0.5}),
+    (2, "me", {"weights": [1, 2]}),
+    (3, "me", {"weights": [0.2, 0.5, 0.3]}),
+    (3, "me", {"weights": [0.2, 0.5, 0.3], "mode": "proportions"}),
+    (2, "query", {"source": "length", "threshold": 6}),
+    (2, "query", {"source": "random", "threshold": 0.4}),
 ]
 
 chance = st.sampled_from([0.0, 0.0, 0.02, 0.1])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from algorithms.base import StepResult
+from algorithms.base import PromptView, StepResult
 from models.batch import Batch, IntArray, StepOutput
 from models.sampler import Edits, SamplingRows, sample
 from trouterd.worker.request import Request
@@ -35,6 +35,20 @@ def decide(
         return [], []
     tokens = sample(output.logits, sampling_rows(requests, batch))
     return tokens.tolist(), route(output, tokens, batch, requests, routed)
+
+
+def first_writer(request: Request) -> int:
+    """Destination of a request that the entry has admitted, before anything of it is computed."""
+    route, submit = request.route, request.submit
+    if len(route.workers) == 1:
+        return 0
+    sampling = submit.sampling
+    prompt = PromptView(request.tokens, sampling.seed, sampling.choice, route.params | submit.params, submit.score)
+    try:
+        return checked(route, int(route.algorithm.start(prompt)))
+    except Exception:  # code of users: its faults end this request
+        log.exception("route '%s': start() failed; the request ends with an error", route.name)
+        return FAILED
 
 
 def checked(route: WorkerRoute, destination: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ import torch
 from models.batch import ModelRunner
 from models.config import ModelConfig, ModelError
 from models.cuda.products import shapes_of, wrong_product
+from models.defer import defer_row
 from models.device_runner import BUCKETS
 from models.kv_cache import KvCache
 from models.memory import DeviceMemory
@@ -77,6 +78,15 @@ def load_model(name: str, config: Config, ranks: Ranks | None = None) -> Loaded:
         ModelError, ScriptError: nothing can be served from there; the message names file and field.
         RankLostError: another rank is gone.
     """
+    loaded = _load(name, config, ranks)
+    model = config.models[name]
+    row = None if model.format == "script" or model.load_format == "dummy" else defer_row(Path(model.path))
+    if row is None:
+        return loaded
+    return replace(loaded, facts=replace(loaded.facts, defer=row.to(loaded.facts.device)))
+
+
+def _load(name: str, config: Config, ranks: Ranks | None) -> Loaded:
     model = config.models[name]
     host = Host.this()
     if problem := device_problem(model, host):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from algorithms.base import Handoff, OutputView
-from ipc.messages import MODEL_UNKNOWN, Abort, Nack, NackReason, PeerReq, pack_ids, unpack_ids
+from ipc.messages import MODEL_UNKNOWN, Abort, Nack, NackReason, PeerReq, Warm, pack_ids, unpack_ids
 from trouterd.worker.outbound import Outbound
 from trouterd.worker.request import GENERATION, NO_TOKEN, Request, State
 from trouterd.worker.scheduler import Scheduler
@@ -43,6 +43,16 @@ class Handoffs:
         self.on_tokens = on_tokens
 
     # Sending
+
+    def warm(self, request: Request) -> None:
+        """Entry: tell the peers of a new request, so that their prefill overlaps this model's decoding."""
+        request.warm = True
+        if not request.route.algorithm.warms_peers:
+            return
+        message = Warm(request.submit, self.index)
+        for model, worker in enumerate(request.route.workers):
+            if request.known[model] == MODEL_UNKNOWN and self.outbound.offer(worker, message):
+                request.known[model] = 0
 
     def send(self, request: Request, model: int, held: int) -> bool:
         """Hand the request to a model of its route; False when that one cannot be reached and the request stays here.
@@ -243,8 +253,19 @@ class Handoffs:
         else:
             request.stall = message.stall
             request.handoff_sent_ns = message.sent_ns
-            self._back_here(request)
+            if not self._combine(request, message):
+                self._back_here(request)
         self.on_tokens(request)
+
+    def _combine(self, request: Request, message: PeerReq) -> bool:
+        """Write the token that the algorithm makes of a payload, if it makes one; True when that ends the answer."""
+        token = _combined(request, message.payload) if message.payload else None
+        if token is None:
+            return False
+        request.finish, request.trim = request.finish_reason(token)
+        request.append(token, request.route.workers.index(message.source))
+        self.stats.tokens += 1
+        return request.over
 
     def nacked(self, message: Nack) -> Request | None:
         """Sender: a hand-off was not taken. Returns the request when it is here again and its held token should be committed."""
@@ -312,8 +333,24 @@ def _accepted(request: Request, ids: list[int], payload: bytes) -> int:
         return 0
 
 
+def _combined(request: Request, payload: bytes) -> int | None:
+    """The token that the algorithm writes without a step; None when it fails: the next step gives one."""
+    route = request.route
+    try:
+        token = route.algorithm.combine(_view(request), payload)
+        token = None if token is None else int(token)
+    except Exception:  # code of users: its faults cost a step of this request only
+        log.exception("route '%s': combine() failed; the entry writes the token itself", route.name)
+        return None
+    if token is not None and not 0 <= token < route.context.vocab_size:
+        log.error("route '%s': combine() gave %d, which is no token", route.name, token)
+        return None
+    return token
+
+
 def _view(request: Request) -> OutputView:
-    return OutputView(request.tokens, request.prompt_length, request.known, request.scratch)
+    banned = request.ending_ids if request.output_length < request.submit.sampling.min_tokens else ()
+    return OutputView(request.tokens, request.prompt_length, request.known, request.scratch, banned)
 
 
 def _suffix(request: Request, start: int) -> bytes:

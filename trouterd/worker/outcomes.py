@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ipc.messages import Finish, NackReason
 from trouterd.worker.active import ActiveCounts
-from trouterd.worker.decision import FAILED
+from trouterd.worker.decision import FAILED, first_writer
 from trouterd.worker.handoff import Handoffs
 from trouterd.worker.outbound import Outbound
 from trouterd.worker.registry import Registry
@@ -39,6 +39,19 @@ class Outcomes:
         self.outbound = outbound
         self.active = active
         self.stats = stats
+
+    def begin(self, request: Request) -> None:
+        """Entry: a new request goes to the model that writes its first token."""
+        destination = first_writer(request)
+        if destination == FAILED:
+            self._fail(request)
+            return
+        if destination and self.handoffs.send(request, request.route.model_at(destination), NO_TOKEN):
+            self.handoffs.warm(request)
+            return
+        self.scheduler.add(request)
+        if destination:
+            self.not_taken(request, NO_TOKEN)
 
     def commit(self, outcome: Outcome) -> None:
         """Apply a step that has ended; what it says of requests that have moved on since its launch is void."""
