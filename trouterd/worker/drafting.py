@@ -37,6 +37,7 @@ class Drafting:
         """One more draft: go on, commit all, or hand over."""
         reason, _ = request.finish_reason(token, len(request.scores))
         request.draft(token, score)
+        self._outcomes.stats.drafted += 1
         verdict = _judged(request, bool(reason))
         match verdict:
             case None:
@@ -53,7 +54,7 @@ class Drafting:
         count, reason, trim = request.drafts_to_end(len(request.scores))
         request.accept(count)
         request.accepted += count
-        self._outcomes.stats.tokens += count
+        self._outcomes.stats.draft_accepted(count)
         self._outcomes.stream.add(request)
         if reason:
             self._outcomes.end(request, reason, trim)

@@ -266,7 +266,7 @@ class Handoffs:
         request.accept(same)
         own = writers[:same].count(request.route.side)
         request.accepted += own
-        self.stats.tokens += own
+        self.stats.draft_accepted(own)
         if request.scores and not (going_on and same == len(ids)):
             request.cut(request.output_length)
             self.scheduler.truncate(request)
