@@ -38,6 +38,7 @@ from msgspec.structs import FieldInfo
 
 import algorithms
 from algorithms.base import MOST_MODELS, Algorithm, Definition
+from algorithms.drafting import Drafter, Verifier
 
 GROUP = "trouterd.algorithms"
 """Entry point group of installed algorithms."""
@@ -257,12 +258,19 @@ def _checked(definition: object, what: str) -> Definition:
     config = definition.params.__struct_config__
     if not (config.frozen and config.forbid_unknown_fields):
         raise AlgorithmError(f"{what}: {definition.params.__name__} must be frozen=True, forbid_unknown_fields=True")
-    for side in range(definition.min_models):
-        _check_side(definition, side, what)
+    built = [_checked_side(definition, side, what) for side in range(definition.min_models)]
+    if any(issubclass(one, Drafter) for one in built) and not (
+        definition.min_models == definition.max_models == len(built) == 2
+        and issubclass(built[0], Drafter)
+        and issubclass(built[1], Verifier)
+    ):
+        raise AlgorithmError(
+            f"{what}: only side 0 of exactly two models can be a Drafter, and side 1 must be a Verifier then"
+        )
     return definition
 
 
-def _check_side(definition: Definition, side: int, what: str) -> None:
+def _checked_side(definition: Definition, side: int, what: str) -> type[Algorithm]:
     try:
         built = definition.sides(side)
     except Exception as error:  # code of users
@@ -271,6 +279,9 @@ def _check_side(definition: Definition, side: int, what: str) -> None:
         raise AlgorithmError(f"{what}: sides({side}) must give a subclass of Algorithm, not {_kind(built)}")
     if built.route is Algorithm.route and built.decide is Algorithm.decide:
         raise AlgorithmError(f"{what}: {built.__name__} defines neither route() nor decide()")
+    if issubclass(built, Drafter) and built.judge is Drafter.judge:
+        raise AlgorithmError(f"{what}: {built.__name__} defines no judge()")
+    return built
 
 
 def _kind(value: object) -> str:

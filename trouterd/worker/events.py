@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ipc.messages import MODEL_UNKNOWN, Abort, Active, Finish, Message, Nack, PeerReq, Submit, Warm
+from ipc.messages import MODEL_UNKNOWN, Abort, Active, Finish, Message, Nack, NackReason, PeerReq, Submit, Warm
 from trouterd.worker.outbound import API
 from trouterd.worker.outcomes import Outcomes
 from trouterd.worker.request import Request, State
@@ -138,7 +138,11 @@ class Events:
 
     def _on_nack(self, message: Nack) -> None:
         request = self.handoffs.nacked(message)
-        if request is not None:
+        if request is None:
+            return
+        if request.scores and message.reason is not NackReason.ERROR:
+            self.outcomes.drafting.pause(request, give_room=message.reason is NackReason.FULL)
+        else:
             self._resume_alone(request)
 
     def _resume_alone(self, request: Request) -> None:

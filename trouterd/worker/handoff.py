@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from algorithms.base import Handoff, OutputView
 from ipc.messages import MODEL_UNKNOWN, Abort, Nack, NackReason, PeerReq, Warm, pack_ids, unpack_ids
@@ -75,6 +75,8 @@ class Handoffs:
         # Neither before the output nor behind a gap, whatever the algorithm says.
         start = max(min(handoff.start, request.known[model]), 0)
         length = request.output_length
+        scores = () if request.redo else tuple(request.scores)
+        stop = length + len(scores)
         now = time.monotonic_ns()
         known = tuple(length if m in (route.side, model) else k for m, k in enumerate(request.known))
         message = PeerReq(
@@ -84,14 +86,16 @@ class Handoffs:
             entry=request.entry,
             handoff_seq=request.handoff_seq + 1,
             start=start,
-            token_ids=_suffix(request, start),
-            loc=handoff.loc,
+            token_ids=_suffix(request, start, stop),
+            loc=length if scores else handoff.loc,
             known=known,
-            writers=bytes(request.writers[start:]),
+            writers=bytes(request.writers[start:stop]),
             stall=request.stall + 1,
             handoffs=request.handoffs + 1,
             submit=request.submit if unknown else None,
             payload=handoff.payload,
+            scores=scores,
+            forwards=tuple(request.forwards),
             sent_ns=now,
         )
         if not self.outbound.offer(target, message):
@@ -104,7 +108,7 @@ class Handoffs:
         request.holder = model
         request.pending_since_ns = now
         self.scheduler.pend(request)
-        self.stats.handoff(self.index, target, length - start)
+        self.stats.handoff(self.index, target, stop - start)
         return True
 
     def stream(self, request: Request, holder: int) -> bool:
@@ -122,6 +126,8 @@ class Handoffs:
     def leave(self, request: Request, finish: str = "", trim: int = 0) -> None:
         """Visitor: back to the entry, with the end of the answer or without, as soon as the ring has room."""
         start = request.known[0]
+        if request.scores:
+            request.cut(request.output_length)
         request.known[0] = request.output_length
         request.handoff_seq += 1
         if not finish:
@@ -154,15 +160,16 @@ class Handoffs:
             entry=request.entry,
             handoff_seq=request.handoff_seq,
             start=start,
-            token_ids=_suffix(request, start),
+            token_ids=_suffix(request, start, request.output_length),
             loc=request.output_length,
             known=tuple(known),
-            writers=bytes(request.writers[start:]),
+            writers=bytes(request.writers[start : request.output_length]),
             partial=partial,
             finish=finish,
             trim=trim,
             stall=request.stall,
             handoffs=request.handoffs,
+            forwards=tuple(request.forwards),
             sent_ns=time.monotonic_ns(),
         )
 
@@ -186,7 +193,7 @@ class Handoffs:
         request.handoff_seq = message.handoff_seq
         # Out of the queues first: an unfinished older visit may still be in them.
         self.scheduler.pend(request)
-        if message.start < request.output_length:
+        if message.start < request.output_length or request.scores:
             request.cut(message.start)
             self.scheduler.truncate(request)
         if _accepted(request, ids, message.payload) < len(ids):
@@ -195,6 +202,8 @@ class Handoffs:
             return None
         request.tokens += ids
         request.writers += message.writers
+        request.scores += message.scores
+        request.forwards = _most(request.forwards, message.forwards)
         request.known = list(message.known)
         request.known[request.route.side] = request.output_length
         request.stall = message.stall
@@ -231,9 +240,9 @@ class Handoffs:
         skip = request.output_length - message.start
         ids = unpack_ids(message.token_ids).tolist()[skip:]
         accepted = _accepted(request, ids, message.payload)
-        for token, writer in zip(ids[:accepted], message.writers[skip : skip + accepted], strict=True):
-            request.append(token, writer)
         whole = accepted == len(ids)
+        self._take_in(request, ids[:accepted], message.writers[skip : skip + accepted], message.partial and whole)
+        request.forwards = _most(request.forwards, message.forwards)
         length = request.output_length
         request.known = [min(k, length) for k in message.known]
         request.known[0] = length
@@ -267,6 +276,24 @@ class Handoffs:
         self.stats.tokens += 1
         return request.over
 
+    def _take_in(self, request: Request, ids: list[int], writers: bytes, going_on: bool) -> None:
+        """Commit what came. Drafts that it repeats keep their KV; the others are over at the first difference, or at the end."""
+        drafts = request.tokens[request.settled :]
+        same = next(
+            (n for n, (a, b) in enumerate(zip(ids, drafts, strict=False)) if a != b), min(len(ids), len(drafts))
+        )
+        first = request.output_length
+        request.writers[first : first + same] = writers[:same]
+        request.accept(same)
+        own = writers[:same].count(request.route.side)
+        request.accepted += own
+        self.stats.draft_accepted(own)
+        if request.scores and not (going_on and same == len(ids)):
+            request.cut(request.output_length)
+            self.scheduler.truncate(request)
+        for token, writer in zip(ids[same:], writers[same:], strict=True):
+            request.append(token, writer)
+
     def nacked(self, message: Nack) -> Request | None:
         """Sender: a hand-off was not taken. Returns the request when it is here again and its held token should be committed."""
         request = self.requests.get(message.rid)
@@ -295,6 +322,13 @@ class Handoffs:
         request.holder = request.route.side
         request.pending_ns += time.monotonic_ns() - request.pending_since_ns
         self.scheduler.add(request)
+
+    def put_aside(self, request: Request, model: int) -> None:
+        """Entry: the request waits until it can be handed to a model of its route."""
+        if request.state is not State.PENDING:
+            request.pending_since_ns = time.monotonic_ns()
+            self.scheduler.pend(request)
+        request.holder = model
 
     def take_back(self, request: Request) -> int:
         """The request is here again without a peer's token: returns the held one (or NO_TOKEN) for the caller to commit."""
@@ -349,9 +383,16 @@ def _combined(request: Request, payload: bytes) -> int | None:
 
 
 def _view(request: Request) -> OutputView:
+    tokens = request.tokens[: request.settled] if request.scores else request.tokens
     banned = request.ending_ids if request.output_length < request.submit.sampling.min_tokens else ()
-    return OutputView(request.tokens, request.prompt_length, request.known, request.scratch, banned)
+    return OutputView(tokens, request.prompt_length, request.known, request.scratch, banned)
 
 
-def _suffix(request: Request, start: int) -> bytes:
-    return pack_ids(request.tokens[request.prompt_length + start :])
+def _suffix(request: Request, start: int, stop: int) -> bytes:
+    """Output ids from `start` to `stop`, drafts included."""
+    return pack_ids(request.tokens[request.prompt_length + start : request.prompt_length + stop])
+
+
+def _most(mine: Sequence[int], told: Sequence[int]) -> list[int]:
+    """Counts per model: the later ones, which are the larger ones."""
+    return [max(a, b) for a, b in zip(mine, told, strict=True)] if told else list(mine)

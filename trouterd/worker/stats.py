@@ -21,6 +21,9 @@ class Stats:
         self.tokens = 0
         """Output tokens that this model wrote and committed."""
         self.fed_rows = 0
+        self.drafted = 0
+        self.accepted = 0
+        """Of the drafted tokens, those that became output."""
         self.submitted = 0
         """Requests that entered here."""
         self.finished: Counter[str] = Counter()
@@ -46,6 +49,11 @@ class Stats:
         self.step_seconds.observe(seconds)
         self.batch_rows.observe(rows)
         self.batch_requests.observe(requests)
+
+    def draft_accepted(self, count: int) -> None:
+        """Count drafts of this model that became output."""
+        self.accepted += count
+        self.tokens += count
 
     def handoff(self, source: int, target: int, suffix: int) -> None:
         """Count one hand-off sent."""
@@ -81,6 +89,8 @@ class Stats:
             counter("worker_steps", "Forward passes.", [(own, self.steps)]),
             counter("worker_rows", "Token rows fed.", [(own, self.fed_rows)]),
             counter("worker_tokens", "Output tokens that this model wrote.", [(own, self.tokens)]),
+            counter("worker_drafted", "Tokens written provisionally.", [(own, self.drafted)]),
+            counter("worker_accepted", "Provisional tokens that became output.", [(own, self.accepted)]),
             counter("worker_submitted", "Requests that entered here.", [(own, self.submitted)]),
             counter("worker_finished", "Answers that ended at this entry, by reason.", finished),
             counter("handoffs", "Hand-offs sent.", pairs),

@@ -15,7 +15,7 @@ from models.kv_cache import KvCache
 from models.resident import is_resident
 from trouterd.config import Route
 from trouterd.worker.active import ActiveCounts
-from trouterd.worker.events import Event, Events
+from trouterd.worker.events import Command, Event, Events
 from trouterd.worker.handoff import Handoffs
 from trouterd.worker.outbound import Outbound
 from trouterd.worker.outcomes import Outcomes
@@ -78,7 +78,15 @@ class Worker:
         self.active = ActiveCounts(index, self.outbound)
         self.stream = TokenStream(index, self.outbound, self.handoffs)
         self.outcomes = Outcomes(
-            index, self.registry, self.scheduler, self.handoffs, self.stream, self.outbound, self.active, self.stats
+            index,
+            self.registry,
+            self.scheduler,
+            self.handoffs,
+            self.stream,
+            self.outbound,
+            self.active,
+            self.stats,
+            self._later,
         )
         self.events = Events(self.outcomes, self.stepper.hosted)
         self._device_answers = device_answers
@@ -232,6 +240,10 @@ class Worker:
             await self._wake.wait()
         finally:
             alarm.cancel()
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Do something between two steps, after a while."""
+        asyncio.get_running_loop().call_later(seconds, self.deliver, Command(action))
 
     def _note_start(self, chunks: list[Chunk]) -> None:
         now = 0
