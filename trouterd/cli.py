@@ -8,8 +8,9 @@ import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from trouterd import __version__, logs
 from trouterd.config import Config
@@ -141,19 +142,19 @@ def _load(
     *,
     check: bool = True,
     need_file: bool = True,
-    given: Sequence[tuple[str, str]] = (),
+    given: Mapping[str, Any] | None = None,
 ) -> Config:
-    """The configuration; `given` are keys that the command itself sets, which take the place of a file."""
+    """The configuration; `given` is what the command itself sets, in place of a file."""
     path: Path | None = options.config
-    if path is None and not given and Path(DEFAULT_FILE).is_file():
+    if path is None and given is None and Path(DEFAULT_FILE).is_file():
         path = Path(DEFAULT_FILE)
-    if path is None and need_file and not given:
+    if path is None and need_file and given is None:
         raise ConfigError([f"no {DEFAULT_FILE} in {Path.cwd()}; name one with -c FILE (or try: trouterd demo)"])
-    overrides = [*given, *options.set]
+    overrides = list(options.set)
     for flag in ("socket", "listen", "control"):
         if getattr(options, flag, None) is not None:
             overrides.append((f"server.{flag}", getattr(options, flag)))
-    return load(path, os.environ, overrides, check=check)
+    return load(path, os.environ, overrides, check=check, given=given)
 
 
 def _serve(options: argparse.Namespace) -> int:

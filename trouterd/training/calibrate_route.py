@@ -14,7 +14,7 @@ from trouterd.training.faults import TrainingError
 from trouterd.training.options import CalibrateOptions
 from trouterd.training.pair import PairFiles
 from trouterd.training.progress import Bars
-from trouterd.training.prompts import load_prompts, split
+from trouterd.training.prompts import load_prompts
 from trouterd.training.report import Routed, answer_held_out, routed_table, share_table
 from trouterd.training.sides import Sides
 
@@ -62,8 +62,8 @@ class CalibrationRun:
         self._files = PairFiles.of(config, route)
         self._route: Route = config.routes[route]
         pair = options.pair
-        prompts = load_prompts(pair.prompts, self._files.tokenizer, pair.seed)
-        self._prompts = split(prompts[: pair.limit or None], pair.seed, validation=1 - HELD_OUT, held_out=HELD_OUT)
+        parts = {"validation": 1 - HELD_OUT, "held_out": HELD_OUT}
+        self._prompts = load_prompts(pair.prompts, self._files.tokenizer, pair.seed, limit=pair.limit, **parts)
         self._bars = Bars()
 
     def run(self) -> Calibration:
@@ -114,7 +114,7 @@ class CalibrationRun:
             console.print(share_table([(row.threshold, row.share) for row in result.table]))
             known = all(prompt.answer is not None for prompt in self._prompts.held_out)
             console.print(routed_table(result.routed, known))
-        line = f"routes.{result.route}.params.{result.parameter} = {result.threshold:.6g}"
+        line = f"routes.{result.route}.params.{result.parameter} = {result.threshold:.9g}"
         console.print(line, highlight=False, markup=False)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,12 +33,17 @@ class Target:
 
 
 def candidates(values: torch.Tensor) -> torch.Tensor:
-    """Rising thresholds that lie between the different values, and one on either side of all."""
-    levels = torch.unique(values.double(), sorted=True)
+    """Rising float32 thresholds (as routes compare them) that part the different values, and one on either side of all.
+
+    Values at or above a threshold are parted from those below it.
+    """
+    levels = torch.unique(values.float(), sorted=True)
     if not len(levels):
-        return torch.zeros(1, dtype=torch.float64)
-    step = (levels[-1] - levels[0]).clamp(min=1e-6) * 1e-3
-    return torch.cat((levels[:1] - step, (levels[1:] + levels[:-1]) / 2, levels[-1:] + step))
+        return torch.zeros(1)
+    between = (levels[1:].double() + levels[:-1].double()).div(2).float()
+    between = torch.where(between > levels[:-1], between, levels[1:])  # neighbours have nothing between them
+    beyond = torch.nextafter(levels[-1:], torch.full((1,), torch.inf))
+    return torch.cat((levels[:1], between, beyond))
 
 
 def threshold_for_share(signal: Signal, series: Sequence[Series], target: float) -> float:
@@ -52,7 +57,7 @@ def threshold_for_share(signal: Signal, series: Sequence[Series], target: float)
     values = [one.small[:1] if signal.once else one.small for one in series]
     if signal.large is not None:
         values += [one.large for one in series if one.large is not None]
-    choices = candidates(torch.cat(values)).tolist()
+    choices: list[float] = candidates(torch.cat(values)).tolist()
     if signal.rises:
         choices.reverse()  # from the lowest share up
     low, high = 0, len(choices) - 1
@@ -79,14 +84,12 @@ def threshold_for_recall(values: torch.Tensor, positive: torch.Tensor, target: f
         raise TrainingError(
             "--min-recall: no position of the validation prompts should go to the large model; give more prompts"
         )
-    ordered = values[positive].double().sort(descending=rises).values
-    needed = max(1, math.ceil(target * len(ordered)))
-    last = float(ordered[needed - 1])
+    ordered = values[positive].float().sort(descending=rises).values
+    last = ordered[max(1, math.ceil(target * len(ordered))) - 1]
     choices = candidates(values)
     # The cut between the last positive that is needed and the next value on the far side of it.
-    beyond = choices[choices < last] if rises else choices[choices > last]
-    nearest: float = (beyond[-1] if rises else beyond[0]).item()
-    return nearest
+    enough = choices[choices <= last] if rises else choices[choices > last]
+    return float(enough.max() if rises else enough.min())
 
 
 def calibrate(
@@ -94,7 +97,6 @@ def calibrate(
     signal: Signal,
     prompts: Sequence[Sequence[int]],
     target: float,
-    progress: Callable[[], None] | None = None,
 ) -> tuple[float, list[Series]]:
     """The threshold for a share, and the signal along the text that it was found on.
 
@@ -106,7 +108,7 @@ def calibrate(
         series = measure(pair, signal, prompts, answers)
         threshold = threshold_for_share(signal, series, target)
         if number < ROUNDS - 1:
-            answers = [text.ids for text in write_routed(pair, prompts, signal.rule(threshold), progress=progress)]
+            answers = [text.ids for text in write_routed(pair, prompts, signal.rule(threshold))]
     return threshold, series
 
 

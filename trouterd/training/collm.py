@@ -109,9 +109,9 @@ class CollmHead:
 
     def save(self, path: Path, threshold: float, model: str) -> None:
         """safetensors with defer.weight [1, H] and defer.bias [1]."""
+        del threshold, model
         weight, bias = self.network.scale.folded(self.network.row.weight.detach(), self.network.row.bias.detach())
-        metadata = {"threshold": repr(threshold), "model": model}
-        save_file({"defer.weight": weight.cpu(), "defer.bias": bias.cpu()}, path, metadata)
+        save_file({"defer.weight": weight.cpu(), "defer.bias": bias.cpu()}, path)
 
     @torch.no_grad()
     def _values(self, output: StepOutput, tokens: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ EPILOG = """\
 PROMPTS is a file of JSON lines, {"prompt": TEXT} or {"messages": [...]}, each with an optional "answer" (the right final
 answer) and "completion" (a right answer in full); or demo, or demo:COUNT, for problems of the demo pair.
 """
-Load = Callable[[Sequence[tuple[str, str]]], Config]
+Load = Callable[[Mapping[str, Any] | None], Config]
 """Loads the configuration; what is given takes the place of a file."""
 
 
@@ -132,16 +132,15 @@ def _pair(options: argparse.Namespace, load: Load) -> tuple[Config, str]:
     if options.route:
         if options.small or options.large:
             raise TrainingError("--route and --small/--large exclude each other")
-        return load(()), options.route
+        return load(None), options.route
     if not (options.small and options.large):
         raise TrainingError("name the pair: --route NAME, or --small DIR and --large DIR")
     if options.config is not None:
         raise TrainingError(
             "--small and --large take no configuration file; settings go with --set models.small.KEY=VALUE"
         )
-    pairs = [(f"models.{name}.path", str(getattr(options, name))) for name in ("small", "large")]
-    models = [(f"routes.{_ROUTE}.models", '["small", "large"]')]
-    return load(pairs + models), _ROUTE
+    models = {name: {"path": getattr(options, name)} for name in ("small", "large")}
+    return load({"models": models, "routes": {_ROUTE: {"models": list(models)}}}), _ROUTE
 
 
 def _add_pair(parser: argparse.ArgumentParser, default_tokens: int) -> None:

@@ -33,9 +33,9 @@ class Bars:
         task = self._progress.add_task(name, total=total)
         return lambda count: self._progress.advance(task, count)
 
-    def epochs(self, name: str, total: int) -> Callable[[int, float], None]:
-        """A bar of epochs, which also shows the validation loss."""
-        task = self._progress.add_task(name, total=total)
+    def epochs(self, name: str) -> Callable[[int, float], None]:
+        """A bar of epochs, which also shows the validation loss; nobody knows how many there will be."""
+        task = self._progress.add_task(name, total=None)
 
         def done(epoch: int, loss: float) -> None:
             self._progress.update(task, completed=epoch, description=f"{name}, validation loss {loss:.4f}")

@@ -54,32 +54,41 @@ class PromptSet:
     """Are reported on, and nothing else."""
 
     @property
-    def learned(self) -> tuple[Prompt, ...]:
-        """Those that get labels: train, then validation."""
-        return self.train + self.validation
+    def all(self) -> tuple[Prompt, ...]:
+        """Every prompt, in the order of the uses."""
+        return self.train + self.validation + self.held_out
 
 
-def load_prompts(source: str, tokenizer: Tokenizer, seed: int) -> list[Prompt]:
-    """The prompts of a source, in its order.
+def load_prompts(
+    source: str, tokenizer: Tokenizer, seed: int, *, limit: int = 0, validation: float = 0.15, held_out: float = 0.15
+) -> PromptSet:
+    """The prompts of a source by use.
 
     Args:
-        source: a JSONL file, or 'demo' or 'demo:COUNT' for generated problems of the demo pair.
+        source: a JSONL file, or 'demo' or 'demo:COUNT' for generated problems of the demo pair; those that are held out come
+            from the split that the pair itself has not been trained on.
         tokenizer: of the pair.
-        seed: of the generator of problems.
+        seed: of the split and of generated problems.
+        limit: use the first ones only; 0 = all.
+        validation: part of the different prompts.
+        held_out: part of the different prompts.
 
     Raises:
-        TrainingError: no such file, or a line that cannot be used, with its number.
+        TrainingError: no such file, a line that cannot be used, with its number, or too few different prompts.
     """
     name, colon, count = source.partition(":")
-    if name == DEMO:
-        if colon and not (count.isascii() and count.isdigit() and int(count) >= FEWEST):
-            raise TrainingError(f"--prompts {source}: expected demo:COUNT with a count of at least {FEWEST}")
-        problems = generate(seed, int(count or DEMO_COUNT))
-        return [_demo_prompt(problem, tokenizer) for problem in problems]
-    return _read_file(Path(source), tokenizer)
+    if name != DEMO:
+        return split(_read_file(Path(source), tokenizer)[: limit or None], seed, validation, held_out)
+    if colon and not (count.isascii() and count.isdigit() and int(count) >= FEWEST):
+        raise TrainingError(f"--prompts {source}: expected demo:COUNT with a count of at least {FEWEST}")
+    total = min(int(count or DEMO_COUNT), limit or int(count or DEMO_COUNT))
+    kept, late = (max(1, round(part * total)) for part in (held_out, validation))
+    known = [_demo_prompt(problem, tokenizer) for problem in generate(seed, total - kept)]
+    unknown = [_demo_prompt(problem, tokenizer) for problem in generate(seed, kept, "held_out")]
+    return PromptSet(tuple(known[late:]), tuple(known[:late]), tuple(unknown))
 
 
-def split(prompts: Sequence[Prompt], seed: int, validation: float = 0.15, held_out: float = 0.15) -> PromptSet:
+def split(prompts: Sequence[Prompt], seed: int, validation: float, held_out: float) -> PromptSet:
     """Deal prompts out by question: equal prompts fall on the same side. At least one is kept for each use.
 
     Raises:

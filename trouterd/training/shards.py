@@ -52,7 +52,7 @@ class Shards:
         items: Sequence[T],
         label: Callable[[Sequence[T], int], Tensors],
         done: Callable[[int], None],
-        size: int = SHARD,
+        size: int = 0,
     ) -> Tensors:
         """Labels of all items, those that are there already from their files.
 
@@ -61,12 +61,12 @@ class Shards:
             items: prompts, for example.
             label: items of one shard and the number of the first one -> tensors; equal names in all shards.
             done: hears of the number of items that each shard brought.
-            size: items of one shard.
+            size: items of one shard; 0: SHARD.
 
         Returns:
             The tensors of all shards, concatenated.
         """
-        shards = []
+        size, shards = size or SHARD, []
         for start in range(0, len(items), size):
             piece = items[start : start + size]
             shards.append(self._shard(f"{name}-{start // size:05d}", partial(label, piece, start)))

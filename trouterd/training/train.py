@@ -20,7 +20,7 @@ from trouterd.training.head import Head, Labels, Trainer
 from trouterd.training.options import DEFAULT_RECALL, AlgorithmName, TrainOptions
 from trouterd.training.pair import Pair, PairFiles
 from trouterd.training.progress import Bars
-from trouterd.training.prompts import Prompt, load_prompts, split
+from trouterd.training.prompts import Prompt, load_prompts
 from trouterd.training.query import QueryTrainer
 from trouterd.training.r2r import R2RTrainer
 from trouterd.training.report import (
@@ -88,8 +88,7 @@ class Run:
         self._options = options
         self._files = PairFiles.of(config, route)
         pair = options.pair
-        prompts = load_prompts(pair.prompts, self._files.tokenizer, pair.seed)
-        self._prompts = split(prompts[: pair.limit or None], pair.seed)
+        self._prompts = load_prompts(pair.prompts, self._files.tokenizer, pair.seed, limit=pair.limit)
         self._target = Target(options.share, options.recall)
         if options.share is None and options.recall is None:
             self._target = Target(recall=DEFAULT_RECALL)
@@ -98,7 +97,7 @@ class Run:
 
     def run(self) -> Sidecar:
         """Do it all; checkpoint and sidecar are written."""
-        everything = self._prompts.train + self._prompts.validation + self._prompts.held_out
+        everything = self._prompts.all
         options, longest = self._options, max(len(prompt.ids) for prompt in everything)
         pair = self._files.open(texts=options.pair.texts, longest_prompt=longest, limit=options.pair.max_tokens)
         shards = Shards(work_folder(options.output), self._arguments(everything), fresh=options.fresh)
@@ -164,7 +163,7 @@ class Run:
             labels = Labels.of(tensors, len(self._prompts.train), len(self._prompts.validation))
             self._require_both(labels)
             name = "training" if rounds == 1 else f"training, round {number}"
-            head, fit = self._trainer.fit(pair, labels, self._bars.epochs(name, self._options.epochs or 100))
+            head, fit = self._trainer.fit(pair, labels, self._bars.epochs(name))
             threshold = self._threshold(pair, labels, head)
             if number < rounds and isinstance(self._trainer, CiterTrainer):
                 refined = self._trainer.refine(pair, prompts, shards, labels, head, threshold, number + 1)
@@ -238,7 +237,7 @@ def _check_output(output: Path) -> None:
 def _route_lines(files: PairFiles, sidecar: Sidecar, output: Path) -> str:
     params = f'checkpoint = "{output}"'
     if sidecar.algorithm == "query":
-        params = f'source = "hidden", {params}, threshold = {sidecar.threshold:.6g}'
+        params = f'source = "hidden", {params}, threshold = {sidecar.threshold:.9g}'
     return (
         f'\nmodels = ["{files.small_name}", "{files.large_name}"]\nalgorithm = "{sidecar.algorithm}"\n'
         f"params = {{ {params} }}"

@@ -86,29 +86,19 @@ def write_routed(
     pair: Pair,
     prompts: Sequence[Sequence[int]],
     rule: Rule,
-    limit: int | None = None,
-    progress: Callable[[], None] | None = None,
 ) -> list[Written]:
-    """Greedy answers by both models, as the daemon's routes write them; `progress` hears of every finished one."""
-    return _Desk(pair, prompts, rule, limit or pair.limit, progress).run()
+    """Greedy answers by both models, as the daemon's routes write them."""
+    return _Desk(pair, prompts, rule).run()
 
 
 class _Desk:
     """The texts of one `write_routed`."""
 
-    def __init__(
-        self,
-        pair: Pair,
-        prompts: Sequence[Sequence[int]],
-        rule: Rule,
-        limit: int,
-        progress: Callable[[], None] | None,
-    ) -> None:
+    def __init__(self, pair: Pair, prompts: Sequence[Sequence[int]], rule: Rule) -> None:
         self._pair = pair
         self._prompts = prompts
         self._rule = rule
-        self._limit = limit
-        self._progress = progress
+        self._limit = pair.limit
         self._ends = pair.eos_ids
         self._written = [Written() for _ in prompts]
         self._live: list[_Text] = []
@@ -174,5 +164,3 @@ class _Desk:
             text.small = None
             if text.large is not None:
                 self._pair.large.close(text.large)
-            if self._progress is not None:
-                self._progress()
