@@ -19,7 +19,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -150,6 +150,9 @@ async def _measure(socket: Path, streams: int, asked: Sequence[Asked], task: Tas
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress:
         bar = progress.add_task("", total=len(asked) * len(task.questions))
         async with Daemon(socket, streams) as daemon:
+            for one in asked[:2]:
+                # The first steps of a process are slow; these answers do not count.
+                await daemon.measure(one, replace(task, questions=task.questions[:streams]), large, lambda: None)
             for one in asked:
                 progress.update(bar, description=f"{one.sweep} {one.setting}")
                 points.append(await daemon.measure(one, task, large, lambda: progress.advance(bar)))

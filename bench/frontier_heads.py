@@ -85,8 +85,8 @@ def _fits(checkpoint: Path, pair: Pair, training: Training) -> bool:
     sidecar = _sidecar(checkpoint) if checkpoint.exists() else None
     if sidecar is None or sidecar.prompts != training.prompts:
         return False
-    paths = [Path(pair.config.models[name].path).name for name in (pair.small, pair.large)]
-    return paths == [Path(sidecar.model).name, Path(sidecar.large_model).name]
+    paths = [pair.config.models[name].path for name in (pair.small, pair.large)]
+    return paths == [sidecar.model, sidecar.large_model]
 
 
 def _sidecar(checkpoint: Path) -> Sidecar | None:

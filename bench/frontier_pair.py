@@ -12,7 +12,7 @@ import msgspec
 
 from bench.frontier_fault import FrontierError
 from bench.frontier_sweeps import Sweep
-from trouterd.config import Config, Model, Route, Server
+from trouterd.config import Config, Route
 from trouterd.config_dump import dump
 from trouterd.settings import ConfigError, load
 
@@ -62,8 +62,9 @@ class Pair:
 
 def demo_pair() -> Pair:
     """The built-in pair. Without a prefix cache: points that come later must not find the prompts of earlier ones computed."""
-    models = {name: Model(path=f"builtin:{name}", prefix_cache=False) for name in ("small", "large")}
-    return Pair("small", "large", Config(server=Server(log_level=_LOG_LEVEL), models=models))
+    models = {name: {"path": f"builtin:{name}", "prefix_cache": False} for name in ("small", "large")}
+    config = load(None, {}, given={"server": {"log_level": _LOG_LEVEL}, "models": models})
+    return Pair("small", "large", config)
 
 
 def configured_pair(path: Path, route: str) -> Pair:

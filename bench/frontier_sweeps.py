@@ -43,15 +43,14 @@ class Sweep:
             curve: threshold -> share of the labelled rows that go to the large model. Where all shares are of interest, the
                 sweep's own thresholds that lie beyond the curve are kept.
         """
-        listed = sorted(
-            (threshold for threshold, share in curve.items() if share <= self.most_share), key=curve.__getitem__
-        )
+        own = [value for value in self.values if not isinstance(value, tuple)]
+        rises = own[0] < own[-1]
+        listed = [threshold for threshold, share in curve.items() if share <= self.most_share]
+        listed.sort(reverse=not rises)
         if not listed:
             return self
-        own = [value for value in self.values if not isinstance(value, tuple)] if self.most_share == 1 else []
-        rises = self.values[0] < self.values[-1]
         beyond = [value for value in own if (value > listed[-1] if rises else value < listed[-1])]
-        return replace(self, values=(*listed, *beyond))
+        return replace(self, values=(*listed, *(beyond if self.most_share == 1 else ())))
 
     def thinned(self, most: int) -> Sweep:
         """The same with at most `most` values, evenly chosen, the ends kept."""
