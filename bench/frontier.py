@@ -39,7 +39,7 @@ from bench.frontier_task import Task, demo_task, file_task
 from bench.surroundings import surroundings
 from trouterd.daemon import DaemonError
 
-_DEMO_PROMPTS = "demo:1000"
+_DEMO_PROMPTS = "demo:2000"
 """What heads for the demo are trained on; the held-out part of them only serves the training's own report."""
 _READY = 600.0
 """Seconds that a daemon gets to load its models."""

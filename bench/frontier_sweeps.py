@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from bench.frontier_fault import FrontierError
@@ -41,7 +42,7 @@ class Sweep:
 
         Args:
             curve: threshold -> share of the labelled rows that go to the large model. Where all shares are of interest, the
-                sweep's own thresholds that lie beyond the curve are kept.
+                sweep's own thresholds that lie beyond the curve are kept; elsewhere those halfway between two are added.
         """
         own = [value for value in self.values if not isinstance(value, tuple)]
         rises = own[0] < own[-1]
@@ -49,8 +50,11 @@ class Sweep:
         listed.sort(reverse=not rises)
         if not listed:
             return self
-        beyond = [value for value in own if (value > listed[-1] if rises else value < listed[-1])]
-        return replace(self, values=(*listed, *(beyond if self.most_share == 1 else ())))
+        if self.most_share == 1:
+            listed += [value for value in own if (value > listed[-1] if rises else value < listed[-1])]
+        else:
+            listed += [(one + other) / 2 for one, other in pairwise(listed)]
+        return replace(self, values=tuple(sorted(listed, reverse=not rises)))
 
     def thinned(self, most: int) -> Sweep:
         """The same with at most `most` values, evenly chosen, the ends kept."""

@@ -267,7 +267,7 @@ def test_values_of_a_sweep() -> None:
     assert sweep.thinned(3).values == (0.1, 0.9, 0.95)
     assert sweep.thinned(1).values == (0.1,)
     curve = {0.92: 0.2, 0.4: 0.1, 0.97: 0.5}
-    assert sweep.refined(curve).values == (0.4, 0.92)
+    assert sweep.refined(curve).values == (0.4, (0.4 + 0.92) / 2, 0.92)
     assert replace(sweep, most_share=1.0).refined({0.92: 0.2, 0.4: 0.1}).values == (0.4, 0.92, 0.95)
     falling = replace(sweep, values=sweep.values[::-1], most_share=1.0)
     assert falling.refined({0.92: 0.1, 0.4: 0.2}).values == (0.92, 0.4, 0.1)
@@ -297,7 +297,7 @@ def test_heads_of_an_earlier_run(tmp_path: Path) -> None:
     head.touch()
     sidecar_path(head).write_bytes(msgspec.json.encode(sidecar()))
     assert trained_head(demo_pair(), r2r, Training(tmp_path, "demo:40", 128)) == head
-    assert [sweep.values for sweep in refined([r2r], {"r2r": head})] == [(0.9, 0.6)]
+    assert [sweep.values for sweep in refined([r2r], {"r2r": head})] == [(0.9, 0.75, 0.6)]
     with pytest.raises(FrontierError, match=r"trouterd train r2r .*--prompts demo:1 .*: exit code 78"):
         trained_head(demo_pair(), r2r, Training(tmp_path, "demo:1", 128))
     assert given_heads([f"r2r={head}"], SWEEPS) == {"r2r": head}
