@@ -18,7 +18,7 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -28,13 +28,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench.daemon import running
 from bench.frontier_fault import FrontierError
-from bench.frontier_heads import Training, given_heads, refined, trained_head
+from bench.frontier_heads import Training, given_heads, refined, trained_heads
 from bench.frontier_judge import RULES
-from bench.frontier_pair import configured_pair, demo_pair
+from bench.frontier_pair import PREFIX, configured_pair, demo_pair
 from bench.frontier_plot import require_matplotlib, write_plot
 from bench.frontier_point import Asked, Daemon, Point, Served
 from bench.frontier_report import LARGE, SMALL, good_enough_table, points_table
-from bench.frontier_sweeps import SWEEPS, Sweep, named, of_route
+from bench.frontier_sweeps import Sweep, named, of_route, over_routes
 from bench.frontier_task import Task, demo_task, file_task
 from bench.surroundings import surroundings
 from trouterd.daemon import DaemonError
@@ -71,19 +71,18 @@ def _served(options: argparse.Namespace, task: Task) -> tuple[list[Point], dict[
     pair = demo_pair() if options.config is None else configured_pair(options.config, _route(options))
     extra = [of_route(text, pair.routes) for text in options.sweep]
     sweeps = [*named(options.only), *extra]
-    checkpoints = given_heads(options.checkpoint, sweeps)
+    names = [sweep.name for sweep in sweeps]
+    if twice := [sweep.name for sweep in extra if names.count(sweep.name) > 1]:
+        raise FrontierError(f"--sweep: {twice[0]} is swept already; leave that out with --only, or rename the route")
+    given = given_heads(options.checkpoint, sweeps)
     prompts = options.train_prompts or (_DEMO_PROMPTS if options.config is None else "")
     with tempfile.TemporaryDirectory(prefix="trouterd-frontier-") as name:
         training = Training(options.work or Path(name), prompts, task.max_tokens, options.threads)
-        for sweep in list(sweeps):
-            if sweep.head and sweep.name not in checkpoints:
-                if not prompts:
-                    print(f"frontier: {sweep.name} is left out: no --checkpoint, no --train-prompts", file=sys.stderr)
-                    sweeps.remove(sweep)
-                    continue
-                checkpoints[sweep.name] = trained_head(pair, sweep, training)
-        sweeps = [sweep.thinned(options.points) for sweep in refined(sweeps, checkpoints)]
-        asked = _asked(pair.small, pair.large, sweeps, pair.model_of)
+        checkpoints = given | trained_heads(pair, [sweep for sweep in sweeps if sweep.name not in given], training)
+        if without := [sweep.name for sweep in sweeps if sweep.head and sweep.name not in checkpoints]:
+            print(f"frontier: no --train-prompts and no --checkpoint, so without {', '.join(without)}", file=sys.stderr)
+        sweeps = [sweep.thinned(options.points) for sweep in refined(sweeps, checkpoints) if sweep.name not in without]
+        asked = _asked(pair.small, pair.large, sweeps)
         with running(Path(name), pair.configuration(sweeps, checkpoints), ready_timeout=_READY) as daemon:
             points = asyncio.run(_measure(daemon.socket, options.streams, asked, task, pair.large))
     return points, surroundings(torch.device(pair.device))
@@ -91,14 +90,22 @@ def _served(options: argparse.Namespace, task: Task) -> tuple[list[Point], dict[
 
 def _reached(options: argparse.Namespace, task: Task) -> tuple[list[Point], dict[str, object]]:
     """The points of a daemon that runs already, and where this program did."""
+    for name in ("only", "checkpoint", "train_prompts", "work"):
+        if getattr(options, name):
+            flag = name.replace("_", "-")
+            raise FrontierError(f"--{flag} does not go with --socket: the routes that the daemon has are swept")
     route = _route(options)
     served = asyncio.run(_models(options.socket))
     if route not in served or len(served[route].models) != 2:
         raise FrontierError(f"--route {route}: the daemon has no such route of two models; it has {', '.join(served)}")
     small, large = pair = served[route].models
     routes = {name: one.algorithm for name, one in served.items() if one.models == pair}
-    sweeps = [sweep.thinned(options.points) for sweep in _over(routes, options.sweep)]
-    asked = _asked(small, large, sweeps, lambda sweep: sweep.name)
+    sweeps, others = over_routes(routes)
+    if options.sweep:
+        sweeps, others = [of_route(text, routes) for text in options.sweep], []
+    for other in others:
+        print(f"frontier: route {other} is left out; name its parameter with --sweep", file=sys.stderr)
+    asked = _asked(small, large, [sweep.thinned(options.points) for sweep in sweeps])
     points = asyncio.run(_measure(options.socket, options.streams, asked, task, large))
     return points, surroundings(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
@@ -109,27 +116,12 @@ def _route(options: argparse.Namespace) -> str:
     return str(options.route)
 
 
-def _over(routes: dict[str, str], given: Sequence[str]) -> list[Sweep]:
-    """Sweeps over routes that exist: as given, else each one whose algorithm is swept in one way only."""
-    if given:
-        return [of_route(text, routes) for text in given]
-    sweeps = []
-    for route, algorithm in routes.items():
-        found = [sweep for sweep in SWEEPS if sweep.algorithm == algorithm]
-        if len(found) == 1:
-            values = found[0].values
-            sweeps.append(Sweep(name=route, algorithm=algorithm, parameter=found[0].parameter, values=values))
-        else:
-            print(f"frontier: route {route} is left out; name its parameter with --sweep", file=sys.stderr)
-    return sweeps
-
-
-def _asked(small: str, large: str, sweeps: Sequence[Sweep], model_of: Callable[[Sweep], str]) -> list[Asked]:
+def _asked(small: str, large: str, sweeps: Sequence[Sweep]) -> list[Asked]:
     ends = [Asked(sweep=SMALL, model=small, reference=True), Asked(sweep=LARGE, model=large, reference=True)]
     return ends + [
         Asked(
             sweep=sweep.name,
-            model=model_of(sweep),
+            model=sweep.route or PREFIX + sweep.name,
             parameter=sweep.parameter,
             value=value,
             reference=sweep.reference,

@@ -23,7 +23,7 @@ class Training:
     work: Path
     """A folder; checkpoints that it holds of the same pair and prompts are taken as they are."""
     prompts: str
-    """As `trouterd train --prompts` takes them; none of them may be a question of the task."""
+    """As `trouterd train --prompts` takes them; none of them may be a question of the task. '': nothing is trained."""
     max_tokens: int
     threads: int = 1
 
@@ -48,12 +48,18 @@ def given_heads(texts: Iterable[str], sweeps: Iterable[Sweep]) -> dict[str, Path
     return files
 
 
-def trained_head(pair: Pair, sweep: Sweep, training: Training) -> Path:
-    """The checkpoint of a sweep; what `trouterd train` says goes to standard error.
+def trained_heads(pair: Pair, sweeps: Iterable[Sweep], training: Training) -> dict[str, Path]:
+    """Checkpoints of those sweeps that need one; what `trouterd train` says goes to standard error.
 
     Raises:
-        FrontierError: the training failed; it has said why.
+        FrontierError: a training failed; it has said why.
     """
+    if not training.prompts:
+        return {}
+    return {sweep.name: _trained(pair, sweep, training) for sweep in sweeps if sweep.head}
+
+
+def _trained(pair: Pair, sweep: Sweep, training: Training) -> Path:
     training.work.mkdir(parents=True, exist_ok=True)
     output = training.work / f"{sweep.name}.pt"
     if _fits(output, pair, training):

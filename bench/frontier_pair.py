@@ -47,14 +47,10 @@ class Pair:
         routes: dict[str, Route] = {name: self.config.routes[name] for name in self.routes}
         routes[TRAINING] = self._route("none", {})
         for sweep in sweeps:
-            if sweep.name not in routes:
+            if not sweep.route:
                 params = sweep.params(str(checkpoints[sweep.name].resolve()) if sweep.head else "")
                 routes[PREFIX + sweep.name] = self._route(sweep.algorithm, params)
         return dump(msgspec.structs.replace(self.config, routes=routes))
-
-    def model_of(self, sweep: Sweep) -> str:
-        """What a request for a sweep names as its model."""
-        return sweep.name if sweep.name in self.routes else PREFIX + sweep.name
 
     def _route(self, algorithm: str, params: Mapping[str, Any]) -> Route:
         return Route(models=[self.small, self.large], algorithm=algorithm, params=dict(params), on_peer_loss="fail")

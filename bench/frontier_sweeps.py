@@ -30,6 +30,8 @@ class Sweep:
     """Of the rows that a head has labels of: points beyond say nothing of interest."""
     reference: bool = False
     """To compare with; no choice of who writes a token."""
+    route: str = ""
+    """The route that it sweeps; '': one is made for it."""
 
     def params(self, checkpoint: str = "") -> dict[str, Any]:
         """Of its route; the swept parameter has its first value."""
@@ -155,4 +157,16 @@ def of_route(text: str, algorithms: Mapping[str, str]) -> Sweep:
         values = tuple(float(value) for value in listed.split(","))
     except ValueError as error:
         raise FrontierError(f"--sweep {text}: {error}") from error
-    return Sweep(name=route, algorithm=algorithms[route], parameter=parameter, values=values)
+    return Sweep(name=route, algorithm=algorithms[route], parameter=parameter, values=values, route=route)
+
+
+def over_routes(algorithms: Mapping[str, str]) -> tuple[list[Sweep], list[str]]:
+    """Sweeps over routes that exist, route -> algorithm; and those routes whose algorithm is not swept in just one way."""
+    sweeps, others = [], []
+    for route, algorithm in algorithms.items():
+        found = [sweep for sweep in SWEEPS if sweep.algorithm == algorithm]
+        if len(found) == 1:
+            sweeps.append(replace(found[0], name=route, head="", route=route))
+        else:
+            others.append(route)
+    return sweeps, others

@@ -20,7 +20,7 @@ from algorithms import registry
 from bench import frontier
 from bench.daemon import Served, running
 from bench.frontier_fault import FrontierError
-from bench.frontier_heads import Training, given_heads, refined, trained_head
+from bench.frontier_heads import Training, given_heads, refined, trained_heads
 from bench.frontier_judge import RULES, Rule, is_right
 from bench.frontier_pair import demo_pair
 from bench.frontier_point import Point
@@ -102,7 +102,7 @@ def test_a_daemon_of_its_own(config: Path, dataset: Path, tmp_path: Path, capsys
     assert points[SMALL, 0.0]["large_forwards"] == points["ask", 2.0]["large_forwards"] == 0
     assert points[LARGE, 0.0]["large_forwards"] == points["ask", 0.0]["large_forwards"] == length
     printed, said = capsys.readouterr()
-    assert "citer is left out: no --checkpoint, no --train-prompts" in said
+    assert "no --train-prompts and no --checkpoint, so without citer" in said
     assert printed == (tmp_path / "frontier.md").read_text() + "\n"
     assert "| every_n | n = 5 | 100.0% | 17.6% |" in printed
     content = json.loads((tmp_path / "frontier.json").read_text())
@@ -135,6 +135,7 @@ def test_a_running_daemon(daemon: Served, dataset: Path, tmp_path: Path, capsys:
     [
         (["--route", "nobody"], "--route nobody: the daemon has no such route of two models; it has visits, chance, "),
         ([], "--config and --socket need --route NAME"),
+        (["--route", "visits", "--train-prompts", "x"], "--train-prompts does not go with --socket"),
         (["--route", "visits", "--sweep", "visits"], "--sweep visits: expected ROUTE:PARAMETER=V,V,..."),
         (["--route", "visits", "--sweep", "no:n=1"], "--sweep no:n=1: no route 'no' over these two models"),
         (["--route", "visits", "--sweep", "visits:n=x"], "--sweep visits:n=x: could not convert string to float"),
@@ -163,6 +164,9 @@ def test_a_configuration_at_fault(config: Path, tmp_path: Path, capsys: pytest.C
     assert "there are: visits, chance, ask" in said
     assert frontier.main([*given[:2], "--config", str(tmp_path / "no.toml"), "--route", "x"]) == 1
     assert "no.toml" in capsys.readouterr().err
+    given[-1] = "visits"
+    assert frontier.main([*given, "--only", "every_n", "--sweep", "ask:threshold=1", "--sweep", "ask:threshold=1"]) == 1
+    assert "--sweep: ask is swept already" in capsys.readouterr().err
 
 
 def test_without_matplotlib(
@@ -296,10 +300,10 @@ def test_heads_of_an_earlier_run(tmp_path: Path) -> None:
     head = tmp_path / "r2r.pt"
     head.touch()
     sidecar_path(head).write_bytes(msgspec.json.encode(sidecar()))
-    assert trained_head(demo_pair(), r2r, Training(tmp_path, "demo:40", 128)) == head
+    assert trained_heads(demo_pair(), [r2r], Training(tmp_path, "demo:40", 128)) == {"r2r": head}
     assert [sweep.values for sweep in refined([r2r], {"r2r": head})] == [(0.9, 0.75, 0.6)]
     with pytest.raises(FrontierError, match=r"trouterd train r2r .*--prompts demo:1 .*: exit code 78"):
-        trained_head(demo_pair(), r2r, Training(tmp_path, "demo:1", 128))
+        trained_heads(demo_pair(), [r2r], Training(tmp_path, "demo:1", 128))
     assert given_heads([f"r2r={head}"], SWEEPS) == {"r2r": head}
     for text, message in (("r2r", "NAME=FILE"), (f"entropy={head}", "NAME=FILE"), ("citer=no.pt", "no file no.pt")):
         with pytest.raises(FrontierError, match=message):
