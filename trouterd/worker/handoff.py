@@ -44,8 +44,9 @@ class Handoffs:
 
     # Sending
 
-    def send(self, request: Request, model: int, held: int) -> bool:
-        """Hand the request to a model of its route; False when that one cannot be reached and the request stays here.
+    def send(self, request: Request, model: int, held: int) -> bool | None:
+        """Hand the request to a model of its route; False when that one cannot be reached and the request stays here, None when it
+        stays for a fault of the algorithm.
 
         Args:
             request: running here.
@@ -60,7 +61,7 @@ class Handoffs:
             return False
         handoff = _suffix_for(request, model)
         if handoff is None:
-            return False
+            return None
         unknown = request.known[model] < 0
         # Neither before the output nor behind a gap, whatever the algorithm says.
         start = max(min(handoff.start, request.known[model]), 0)
@@ -286,7 +287,7 @@ class Handoffs:
                 return None
         return request
 
-    def _resend(self, request: Request, model: int) -> bool:
+    def _resend(self, request: Request, model: int) -> bool | None:
         """Hand off again, this time with the prompt and all output."""
         held = request.held
         self._back_here(request)
