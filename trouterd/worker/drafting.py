@@ -18,7 +18,7 @@ Later = Callable[[float, Callable[[], None]], None]
 """Has something done between two steps, after so many seconds."""
 
 PAUSES = (0.002, 0.004, 0.008, 0.016, 0.032, 0.064, *(0.125,) * 34)
-"""Seconds between the attempts to hand drafts to a peer that has no room: some 4.5 s, then the route's `on_peer_loss` applies."""
+"""Seconds between the attempts to hand drafts to a peer that has no room: some 4 s, then the route's `on_peer_loss` applies."""
 
 _PEER = 1
 """Route index of the only other model."""
