@@ -35,7 +35,7 @@ demo: setup
 	$(BIN)/trouterd demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m slow --timeout 1800

@@ -7,9 +7,9 @@ Source of the three-function shape: TokenRouter, arXiv 2610.12242.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import torch
@@ -35,6 +35,9 @@ class RouteContext:
     device: torch.device
     embedding: torch.Tensor | None = None
     """[rows >= vocab_size, E] of this worker's model, on `device`; None where there are no weights (a script)."""
+    defer: torch.Tensor | None = None
+    """[H] float32, on `device`: the LM head row of the model's <|defer|> token, which is no part of its vocabulary here; None for a
+    model without one."""
 
     def destination(self, model: int) -> int:
         """Destination number of route index `model` as seen from this side: 0 = stay, k = the k-th other model."""
@@ -61,8 +64,9 @@ class StepResult:
     """[R] int64."""
     params: dict[str, torch.Tensor]
     """Each numeric parameter of the algorithm as a per-row float32 tensor [R] (per-request overrides are already in it)."""
-    state: list[dict[str, float]]
-    """[R] per-request scratch space of this side, kept from step to step; empty at first. Not for `pure` algorithms."""
+    state: list[dict[str, Any]]
+    """[R] per-request scratch space of this side, kept from step to step; empty at first. `send`, `receive` and `combine` see it
+    too. Not for `pure` algorithms."""
 
 
 @dataclass(slots=True)
@@ -78,7 +82,7 @@ class TokenView:
     seed: int
     choice: int
     params: dict[str, float]
-    state: dict[str, float]
+    state: dict[str, Any]
 
     @property
     def probabilities(self) -> torch.Tensor:
@@ -97,6 +101,20 @@ class TokenView:
 
 
 @dataclass(slots=True)
+class PromptView:
+    """A request before its prefill, as `start` sees it."""
+
+    tokens: Sequence[int]
+    """Prompt ids."""
+    seed: int
+    choice: int
+    params: dict[str, float]
+    """Each numeric parameter, per-request overrides included."""
+    score: float | None
+    """What the api says of the whole prompt, for algorithms that decide by it."""
+
+
+@dataclass(slots=True)
 class OutputView:
     """A request as `send` and `receive` see it."""
 
@@ -105,7 +123,9 @@ class OutputView:
     prompt_length: int
     known: Sequence[int]
     """Per model of the route: output tokens it knows (-1: not even the prompt)."""
-    state: dict[str, float]
+    state: dict[str, Any]
+    banned: Collection[int] = ()
+    """Ids that may not be written next (those that end an answer, before its min_tokens)."""
 
     @property
     def output_length(self) -> int:
@@ -137,12 +157,16 @@ class Algorithm:
     keep_sample: bool = False
     """True: the sampled token is kept and travels in the suffix. False: it is dropped and the peer writes its position.
     A class attribute, or set in `__init__` where it depends on the parameters: read it from the instance."""
-    pure: ClassVar[bool] = True
+    pure: bool = True
     """`route` may run on the device, captured in a graph and behind a step whose results nobody has seen yet: it is tensor code
     of fixed shapes that never looks at values on the host (no item(), tolist(), bool() of a tensor), it neither reads nor
     writes `StepResult.state`, and it keeps no state of its own. Overriding `decide` clears it; a class whose `route` keeps
-    state of its own has to clear it itself. The other breaches are found when a worker starts; such algorithms are decided by the
-    host, which costs the steps that they are in their place in the queue."""
+    state of its own has to clear it itself, on the class or in `__init__`. The other breaches are found when a worker starts; such
+    algorithms are decided by the host, which costs the steps that they are in their place in the queue."""
+
+    warms_peers: bool = True
+    """The entry's: the peers get the prompt as soon as the request is admitted, and prefill it while the entry writes. False where
+    most requests never get there."""
 
     def __init__(self, context: RouteContext, params: msgspec.Struct) -> None:
         self.context = context
@@ -152,6 +176,14 @@ class Algorithm:
         super().__init_subclass__(**kwargs)
         if "decide" in cls.__dict__:
             cls.pure = False
+
+    def start(self, prompt: PromptView) -> int:
+        """Destination of a request that the entry has just admitted: who writes its first token. Default: the entry.
+
+        Asked once, at the entry alone. Another model gets the request with its prompt, and the entry computes nothing yet.
+        """
+        del prompt
+        return 0
 
     def route(self, step: StepResult) -> torch.Tensor:
         """[R] int64 destination per row: 0 = stay here, k = the k-th other model of the route, from 1."""
@@ -187,6 +219,16 @@ class Algorithm:
         del request, payload
         return len(tokens)
 
+    def combine(self, request: OutputView, payload: bytes) -> int | None:
+        """Entry: a token for the next position, written without a step of the model; default: None, the next step gives it.
+
+        Args:
+            request: with the tokens of the hand-off that has just come back, and what `route` has left in its state.
+            payload: of that hand-off; this is not called without one.
+        """
+        del request, payload
+        return None
+
 
 class ReturnAfterOne(Algorithm):
     """The peer's side of every algorithm that asks for one token: keep it, go back to the entry."""
@@ -206,7 +248,8 @@ class Definition:
     sides: Callable[[int], type[Algorithm]]
     """Route index -> class: 0 is the entry, so that the small and the large side may differ (R-Stitch)."""
     params: type[msgspec.Struct] = NoParams
-    """Frozen struct with `forbid_unknown_fields`; ranges by `msgspec.Meta`; every numeric field may be set live and per request."""
+    """Frozen struct with `forbid_unknown_fields`; ranges by `msgspec.Meta`; every numeric field, and every `tuple[float, ...]`, may
+    be set live and per request. Entry i of such a tuple `name` is the parameter `name.i` of a row."""
     min_models: int = 2
     max_models: int = 2
     check: Callable[[Any, tuple[str, ...]], None] | None = None

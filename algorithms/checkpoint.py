@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from algorithms.registry import AlgorithmError
 
@@ -36,6 +38,16 @@ def load_mapping(path: Path, key: str) -> dict[str, Any]:
     return content
 
 
+def load_safetensors(path: Path, key: str) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file. Raises AlgorithmError as `load_mapping` does."""
+    try:
+        return load_file(path)
+    except OSError as error:
+        raise AlgorithmError(f"{key}: {path}: {error.strerror or error}", key) from error
+    except SafetensorError as error:
+        raise AlgorithmError(f"{key}: {path}: not a safetensors file: {error}", key) from error
+
+
 class Tensors:
     """The state dict of one file; a missing key or another shape is an error that names both."""
 
@@ -56,6 +68,19 @@ class Tensors:
             raise self.error(f"{name}: has shape {tuple(tensor.shape)}, {shape} is needed")
         self._taken.add(name)
         return tensor.double()
+
+    def has(self, name: str) -> bool:
+        """Whether the file holds such a tensor."""
+        return name in self._tensors
+
+    def columns(self, name: str) -> int:
+        """Width of the named matrix. Raises AlgorithmError."""
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise self.error(f"{name}: missing")
+        if tensor.dim() != 2:
+            raise self.error(f"{name}: has shape {tuple(tensor.shape)}, a matrix is needed")
+        return tensor.shape[1]
 
     def finish(self, ignored: tuple[str, ...] = ()) -> None:
         """Refuse names that nothing has asked for: they would change the answer. Raises AlgorithmError."""

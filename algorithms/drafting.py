@@ -12,7 +12,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -80,7 +79,7 @@ class Drafter(Algorithm):
     """The entry's side of an algorithm with drafts. The route has exactly two models, and the other side is a `Verifier`."""
 
     keep_sample = True
-    pure: ClassVar[bool] = False
+    pure = False
 
     def score(self, step: StepResult) -> torch.Tensor:
         """[R] float32: a number per drafted token, which stays with it and travels along; default: 0."""
@@ -101,7 +100,7 @@ class Verifier(ReturnAfterOne):
     `route` is asked about that token alone; a side that overrides it may write on.
     """
 
-    pure: ClassVar[bool] = False
+    pure = False
 
     def accept(self, rows: DraftRows) -> torch.Tensor:
         """[R] bool: the drafts to take; default: those that this model draws itself, which leaves its own law in force."""

@@ -17,9 +17,12 @@ import torch
 from msgspec import Meta
 
 from algorithms.base import Algorithm, Definition, ReturnAfterOne, RouteContext, StepResult
+from algorithms.head_threshold import Threshold, choose, in_force
 from algorithms.r2r_router import RouterFile
 from algorithms.registry import AlgorithmError
 from models.cuda.router_head import MOST_ROWS, largest
+
+_SERVER = "the official server takes 0.5 unless told otherwise"
 
 
 class R2RParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -45,10 +48,11 @@ class R2REntry(Algorithm):
 
     def __init__(self, context: RouteContext, params: R2RParams) -> None:
         super().__init__(context, params)
-        file = RouterFile.load(Path(params.checkpoint), "checkpoint")
-        if context.embedding is None:
+        path = Path(params.checkpoint)
+        file = RouterFile.load(path, "checkpoint")
+        if file.kind.token and context.embedding is None:
             raise AlgorithmError("r2r needs a model with weights at its entry: its embedding is an input of the router")
-        if file.hidden_size != context.hidden_size:
+        if file.kind.hidden and file.hidden_size != context.hidden_size:
             raise AlgorithmError(
                 f"checkpoint: {file.path}: init_args.hidden_states_size: {file.hidden_size}, but model"
                 f" '{context.models[0]}' has {context.hidden_size}",
@@ -56,15 +60,17 @@ class R2REntry(Algorithm):
             )
         if file.threshold is None and params.threshold < 0:
             raise AlgorithmError(f"threshold: {file.path} carries no calibrated one; set it", "threshold")
-        self._calibrated = 0.5 if file.threshold is None else file.threshold
-        self._top = min(file.top, context.vocab_size)
-        if self._top < file.top:
+        calibrated = None if file.threshold is None else Threshold(file.threshold, f"calibrated in {path}; {_SERVER}")
+        self._default = choose("r2r", params.threshold, calibrated, Threshold(0.5, _SERVER))
+        self._top = file.top
+        if file.top > context.vocab_size:
             raise AlgorithmError(
                 f"checkpoint: {file.path}: init_args.logits_size: {file.top}, but the vocabulary has {context.vocab_size}",
                 "checkpoint",
             )
-        self._embedding = context.embedding
-        self._router = file.build(self._embedding.shape[1], context.device, getattr(torch, params.dtype))
+        self._embedding = context.embedding if file.kind.token else None
+        width = 0 if self._embedding is None else self._embedding.shape[1]
+        self._router = file.build(width, context.device, getattr(torch, params.dtype))
 
     def probabilities(self, step: StepResult) -> torch.Tensor:
         """[R] float32 probability that the models diverge at each row's position."""
@@ -76,12 +82,13 @@ class R2REntry(Algorithm):
 
     def _judge(self, step: StepResult) -> tuple[torch.Tensor, torch.Tensor]:
         """Probabilities and decisions."""
-        given, head = step.params["threshold"], self._router.head
-        if head is not None and len(step.tokens) <= MOST_ROWS:
-            return head(step.hidden, step.tokens, self._embedding, step.logits, given, self._calibrated)
-        top = largest(step.logits, self._top)
-        probabilities = self._router(step.hidden, self._embedding[step.tokens], top).sigmoid()
-        return probabilities, (probabilities >= given.where(given >= 0, self._calibrated)).long()
+        given, head, embedding = step.params["threshold"], self._router.head, self._embedding
+        if head is not None and embedding is not None and len(step.tokens) <= MOST_ROWS:
+            return head(step.hidden, step.tokens, embedding, step.logits, given, self._default)
+        top = largest(step.logits, self._top) if self._top else None
+        embedded = None if embedding is None else embedding[step.tokens]
+        probabilities = self._router(step.hidden, embedded, top).sigmoid()
+        return probabilities, (probabilities >= in_force(given, self._default)).long()
 
 
 def _side(index: int) -> type[Algorithm]:

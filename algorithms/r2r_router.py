@@ -4,6 +4,7 @@ With h the LM head's input, e the embedding of the sampled token and l the large
     x = W_in W_c [h; e; W_l l]      (three linear maps without activation between them: folded into one at load time)
     x = x + W_2 gelu(W_1 LayerNorm(x))      (once per block)
     logit = w LayerNorm(x)
+That is the published kind. The official code knows smaller ones, which lack some of the inputs (see `KINDS`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,30 @@ from algorithms.checkpoint import Tensors, load_mapping
 from algorithms.registry import AlgorithmError
 from models.cuda.router_head import HeadBlock, RouterHead, RouterInputs, make_head
 
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A class of the official code: its inputs, and what it calls the parameters ahead of its blocks."""
+
+    hidden: bool
+    token: bool
+    logits: bool
+    single: str = ""
+    """The map of its only input; those of several inputs have a combined_projection, and map the logits to H values first."""
+    hidden_norm: str = "layer_norm_hidden_states"
+
+
 MODEL_TYPE = "HiddenStatesTokenLMHeadLogitsClassifier"
+"""The published kind."""
+KINDS = {
+    MODEL_TYPE: Kind(hidden=True, token=True, logits=True),
+    "HiddenStatesTokenLMHeadClassifier": Kind(hidden=True, token=True, logits=False),
+    "HiddenStatesLogitsClassifier": Kind(hidden=True, token=False, logits=True),
+    "HiddenStatesClassifier": Kind(
+        hidden=True, token=False, logits=False, single="hidden_states_projection", hidden_norm="layer_norm"
+    ),
+    "LogitsClassifier": Kind(hidden=False, token=False, logits=True, single="logits_projection"),
+}
 _EPS = 1e-5
 _UNSUPPORTED = ("use_position_embedding",)
 _EMBEDDING = "token_embeddings.weight"
@@ -46,36 +70,41 @@ class R2RRouter:
         blocks: list[_Block],
         out_norm: Affine,
         out: Affine,
-        norms: tuple[Affine, Affine] | None,
+        norms: tuple[Affine | None, Affine | None] | None,
+        kind: Kind,
         inputs: RouterInputs,
     ) -> None:
+        self.kind = kind
         self._combined = combined
         self._blocks = blocks
         self._out_norm = out_norm
         self._out = out
         self._norms = norms
-        """LayerNorms of hidden state and embedding, if the checkpoint normalises its inputs."""
+        """LayerNorms of hidden state and embedding, where they are inputs, if the checkpoint normalises its inputs."""
         self.head: RouterHead | None = None
         """The same network as kernels of its own, from the logits to the decision; None where it does not fit them."""
-        if norms is None and all(block.change is None for block in blocks):
+        if kind == KINDS[MODEL_TYPE] and norms is None and all(block.change is None for block in blocks):
             plain = [HeadBlock(block.norm, block.widen, block.narrow) for block in blocks]
             self.head = make_head(combined, plain, out_norm, out, inputs, _EPS)
 
-    def __call__(self, hidden: torch.Tensor, embedded: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, embedded: torch.Tensor | None, top: torch.Tensor | None) -> torch.Tensor:
         """[R] float32 logits of "the models diverge here".
 
         Args:
             hidden: [R, H] the LM head's input.
-            embedded: [R, E] embeddings of the sampled tokens.
-            top: [R, K] float32 the largest raw logits, falling.
+            embedded: [R, E] embeddings of the sampled tokens, where the kind has them as an input.
+            top: [R, K] float32 the largest raw logits, falling, where the kind has them as an input.
         """
         dtype = self._combined[0].dtype
-        hidden, embedded, top = hidden.to(dtype), embedded.to(dtype), top.float()
-        if self._norms is not None:
-            hidden = _layer_norm(hidden, self._norms[0])
-            embedded = _layer_norm(embedded, self._norms[1])
-            top = top.softmax(dim=-1)
-        x = _linear(torch.cat((hidden, embedded, top.to(dtype)), dim=-1), self._combined)
+        inputs = []
+        for part, norm in zip(
+            (hidden if self.kind.hidden else None, embedded), self._norms or (None, None), strict=True
+        ):
+            if part is not None:
+                inputs.append(part.to(dtype) if norm is None else _layer_norm(part.to(dtype), norm))
+        if top is not None:
+            inputs.append((top.float() if self._norms is None else top.float().softmax(dim=-1)).to(dtype))
+        x = _linear(torch.cat(inputs, dim=-1), self._combined)
         for block in self._blocks:
             wide = functional.gelu(_linear(_layer_norm(x, block.norm), block.widen))
             kept = x if block.change is None else _linear(x, block.change)
@@ -89,8 +118,11 @@ class RouterFile:
 
     path: Path
     key: str
+    kind: Kind
     hidden_size: int
+    """0 where the hidden state is no input."""
     top: int
+    """How many of the largest logits, 0 where they are no input."""
     widths: tuple[int, ...]
     expansion: int
     normalize: bool
@@ -106,9 +138,10 @@ class RouterFile:
         def error(problem: str) -> AlgorithmError:
             return AlgorithmError(f"{key}: {path}: {problem}", key)
 
-        kind = content.get("model_type")
-        if str(kind).lower() != MODEL_TYPE.lower():
-            raise error(f"model_type: {kind!r}; {MODEL_TYPE} is supported")
+        model_type = content.get("model_type")
+        kind = {name.lower(): kind for name, kind in KINDS.items()}.get(str(model_type).lower())
+        if kind is None:
+            raise error(f"model_type: {model_type!r}; supported are {', '.join(KINDS)}")
         args = content.get("init_args")
         if not isinstance(args, dict):
             raise error("init_args: missing")
@@ -122,8 +155,9 @@ class RouterFile:
             parsed = cls(
                 path=path,
                 key=key,
-                hidden_size=int(args["hidden_states_size"]),
-                top=int(args.get("logits_size", 100)),
+                kind=kind,
+                hidden_size=int(args["hidden_states_size"]) if kind.hidden else 0,
+                top=int(args.get("logits_size", 100)) if kind.logits else 0,
                 widths=widths,
                 expansion=int(args.get("expansion_factor", 4)),
                 normalize=bool(args.get("normalize_input", False)),
@@ -134,12 +168,13 @@ class RouterFile:
             raise error(f"init_args.{missing.args[0]}: missing") from missing
         except (TypeError, ValueError, AttributeError) as wrong:
             raise error(f"init_args or common_args: {wrong}") from wrong
-        if not widths or min(*widths, parsed.hidden_size, parsed.top, parsed.expansion) < 1:
+        sizes = [*widths, parsed.expansion, *[parsed.hidden_size] * kind.hidden, *[parsed.top] * kind.logits]
+        if not widths or min(sizes) < 1:
             raise error("init_args: sizes must be positive, hidden_dims not empty")
         return parsed
 
     def build(self, embedding_size: int, device: torch.device, dtype: torch.dtype) -> R2RRouter:
-        """The network. Raises AlgorithmError naming file and tensor."""
+        """The network; `embedding_size` is 0 where the token is no input. Raises AlgorithmError naming file and tensor."""
         tensors = Tensors(self.path, self.key, self.state)
 
         def linear(name: str, outputs: int, inputs: int) -> Affine:
@@ -151,14 +186,17 @@ class RouterFile:
         def placed(pair: Affine) -> Affine:
             return pair[0].to(device, dtype), pair[1].to(device, dtype)
 
-        hidden, width = self.hidden_size, self.widths[0]
-        inputs = 2 * hidden + embedding_size
-        combine = linear("combined_projection", width, inputs)
-        combined = _folded(
-            linear("logits_projection", hidden, self.top), combine, linear("backbone.input_projection", width, width)
-        )
+        kind, hidden, width = self.kind, self.hidden_size, self.widths[0]
+        if kind.single:
+            combined = linear(kind.single, width, hidden + self.top)
+        else:
+            inputs = hidden + embedding_size + hidden * kind.logits
+            combined = linear("combined_projection", width, inputs)
+        if kind.logits and not kind.single:
+            combined = _folded(linear("logits_projection", hidden, self.top), combined)
+        combined = _composed(combined, linear("backbone.input_projection", width, width))
         blocks = []
-        for index, (before, after) in enumerate(zip((width, *self.widths), self.widths, strict=False)):
+        for index, (before, after) in enumerate(zip(self.widths, (*self.widths[1:], self.widths[-1]), strict=True)):
             name = f"backbone.blocks.{index}"
             wide = before * self.expansion
             blocks.append(
@@ -174,32 +212,44 @@ class RouterFile:
         norms = None
         if self.normalize:
             norms = (
-                placed(norm("layer_norm_hidden_states", hidden)),
-                placed(norm("layer_norm_token", embedding_size)),
+                placed(norm(kind.hidden_norm, hidden)) if kind.hidden else None,
+                placed(norm("layer_norm_token", embedding_size)) if kind.token else None,
             )
         tensors.finish(ignored=(_EMBEDDING,))
         sizes = RouterInputs(hidden=hidden, embedding=embedding_size, top=self.top)
-        return R2RRouter(placed(combined), blocks, placed(out_norm), placed(out), norms, sizes)
+        return R2RRouter(placed(combined), blocks, placed(out_norm), placed(out), norms, kind, sizes)
 
 
-def save(path: Path, state: dict[str, torch.Tensor], init_args: dict[str, Any], threshold: float) -> None:
-    """Write a checkpoint in the official format."""
+def save(
+    path: Path,
+    state: dict[str, torch.Tensor],
+    init_args: dict[str, Any],
+    threshold: float,
+    model_type: str = MODEL_TYPE,
+) -> None:
+    """Write a checkpoint in the official format; `model_type` is one of `KINDS`."""
+    kind = KINDS[model_type]
+    uses = {"hidden_states": kind.hidden, "token": kind.token, "logits": kind.logits}
     content = {
-        "model_type": MODEL_TYPE,
+        "model_type": model_type,
         "init_args": init_args,
-        "common_args": {"threshold": threshold, "input_type": ["hidden_states", "token", "logits"]},
+        "common_args": {"threshold": threshold, "input_type": [name for name, used in uses.items() if used]},
         "model_specific_args": {},
         "state_dict": state,
     }
     torch.save(content, path)
 
 
-def _folded(logits: Affine, combine: Affine, into: Affine) -> Affine:
-    """One map of [h; e; l] for W_in (W_c [h; e; W_l l + b_l] + b_c) + b_in, multiplied out in float64."""
+def _folded(logits: Affine, combine: Affine) -> Affine:
+    """One map of [h; e; l] for W_c [h; e; W_l l + b_l] + b_c, multiplied out in float64."""
     split = combine[0].shape[1] - logits[0].shape[0]
     weight = torch.cat((combine[0][:, :split], combine[0][:, split:] @ logits[0]), dim=1)
-    bias = combine[0][:, split:] @ logits[1] + combine[1]
-    return into[0] @ weight, into[0] @ bias + into[1]
+    return weight, combine[0][:, split:] @ logits[1] + combine[1]
+
+
+def _composed(first: Affine, then: Affine) -> Affine:
+    """One map for two."""
+    return then[0] @ first[0], then[0] @ first[1] + then[1]
 
 
 def _linear(x: torch.Tensor, pair: Affine) -> torch.Tensor:

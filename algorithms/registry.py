@@ -23,7 +23,17 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
-from msgspec.inspect import EnumType, FloatType, IntType, LiteralType, Metadata, Type, UnionType, type_info
+from msgspec.inspect import (
+    EnumType,
+    FloatType,
+    IntType,
+    LiteralType,
+    Metadata,
+    Type,
+    UnionType,
+    VarTupleType,
+    type_info,
+)
 from msgspec.structs import FieldInfo
 
 import algorithms
@@ -112,17 +122,51 @@ def validate_params(definition: Definition, params: Mapping[str, Any], models: S
 
 
 def numeric_params(params: msgspec.Struct) -> dict[str, float]:
-    """The parameters that become per-row tensors: fields declared int or float whose value is a number."""
-    values = {name: getattr(params, name) for name, declared in _fields(type(params)).items() if _number(declared)}
-    return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+    """The parameters that become per-row tensors: fields declared int or float whose value is a number, and each entry i of a
+    tuple of numbers as `name.i`."""
+    numbers: dict[str, float] = {}
+    for name, declared in _fields(type(params)).items():
+        value = getattr(params, declared.name)
+        if _number(declared) and isinstance(value, int | float):
+            numbers[name] = float(value)
+        elif _number(declared) and isinstance(value, tuple):
+            numbers |= {f"{name}.{place}": float(entry) for place, entry in enumerate(value)}
+    return numbers
 
 
-def check_override(definition: Definition, name: str, value: object) -> float:
-    """One numeric parameter as given by a live change or by a request, range-checked.
+def check_overrides(
+    definition: Definition, configured: Mapping[str, Any], models: Sequence[str], overrides: Mapping[str, object]
+) -> dict[str, float]:
+    """Numeric parameters as given by a request, range-checked, in the form of `numeric_params`.
+
+    Args:
+        definition: the algorithm.
+        configured: all parameters of the route, which those of the request are laid over.
+        models: the route's models.
+        overrides: numbers, or a list of numbers for a tuple.
 
     Raises:
-        AlgorithmError: not a parameter, not a numeric one, or out of range.
+        AlgorithmError: not a parameter, not a numeric one, out of range, or not together with the others.
     """
+    values = {name: _override(definition, name, value) for name, value in overrides.items()}
+    numbers = numeric_params(validate_params(definition, {**configured, **values}, models))
+    for name, value in values.items():
+        if isinstance(value, tuple):
+            _check_length(definition, name, len(value), validate_params(definition, configured, models))
+    return {name: value for name, value in numbers.items() if name.partition(".")[0] in values}
+
+
+def _check_length(definition: Definition, name: str, given: int, configured: msgspec.Struct) -> None:
+    """Each entry is a parameter of its own, and a route's parameters are the same for all of its requests."""
+    count = sum(number.startswith(f"{name}.") for number in numeric_params(configured))
+    if given != count:
+        raise AlgorithmError(
+            f"algorithm {definition.name!r}, parameter {name!r}: needs {count} numbers, as configured, not {given}",
+            name,
+        )
+
+
+def _override(definition: Definition, name: str, value: object) -> Any:
     fields = _fields(definition.params)
     if name not in fields:
         raise _unknown_param(definition, name)
@@ -135,9 +179,9 @@ def check_override(definition: Definition, name: str, value: object) -> float:
     if number is int and isinstance(value, float) and value.is_integer():
         value = int(value)
     converted = _converted(definition, fields[name], value)
-    if isinstance(converted, bool) or not isinstance(converted, int | float):
+    if isinstance(converted, bool) or not isinstance(converted, int | float | tuple):
         raise AlgorithmError(f"algorithm {definition.name!r}, parameter {name!r}: must be a number", name)
-    return float(converted)
+    return converted
 
 
 def _builtin_names() -> tuple[str, ...]:
@@ -257,7 +301,7 @@ def _fields(params: type[msgspec.Struct]) -> dict[str, FieldInfo]:
 
 
 def _number(declared: FieldInfo) -> type[int] | type[float] | None:
-    """float or int where the field may hold such a number (alone or beside other types), else None."""
+    """float or int where the field may hold such a number, or a tuple of them (alone or beside other types), else None."""
     parts: list[Type] = [type_info(declared.type)]
     while parts:
         part = parts.pop()
@@ -267,6 +311,8 @@ def _number(declared: FieldInfo) -> type[int] | type[float] | None:
             return int
         if isinstance(part, Metadata):
             parts.append(part.type)
+        elif isinstance(part, VarTupleType):
+            parts.append(part.item_type)
         elif isinstance(part, UnionType):
             parts.extend(part.types)
     return None
@@ -282,6 +328,7 @@ def _description(declared: FieldInfo) -> str:
 def _choices(declared: FieldInfo) -> list[object]:
     """The values that a field of a literal or enumeration type may have."""
     part = type_info(declared.type)
+    part = part.type if isinstance(part, Metadata) else part
     parts = part.types if isinstance(part, UnionType) else (part,)
     values: list[object] = []
     for one in parts:

@@ -6,12 +6,16 @@ token whatever E is and goes back when E <= tau (keep family). At equality the s
 
 The large side must keep its confident token: if it dropped it, a position where the small model is unsure and the large one
 sure would be handed back and forth for ever.
+
+With a checkpoint, a trained head has the last word on the small side: of the rows where E > tau, those stay whose confidence
+(see `confidence_head`) reaches the threshold.
 Source: R-Stitch, arXiv 2507.17307 (from v4 on; earlier versions used confidence). The logits are taken before temperature and
-filters, which the paper leaves open.
+filters, which the paper leaves open. The network of its variant R-Stitch+ is unpublished; the head here is CITER's.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -19,7 +23,11 @@ import torch
 from msgspec import Meta
 
 from algorithms import uncertainty
-from algorithms.base import Algorithm, Definition, StepResult
+from algorithms.base import Algorithm, Definition, RouteContext, StepResult
+from algorithms.confidence_head import ConfidenceHead
+from algorithms.head_threshold import Threshold, choose, in_force, sidecar_threshold
+
+_FALLBACK = Threshold(0.5, "not calibrated: the paper names none for its variant with a head")
 
 
 class RStitchParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -46,6 +54,21 @@ class RStitchParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             ),
         ),
     ] = 0
+    checkpoint: Annotated[
+        str,
+        Meta(description="A head in CITER's format, a .pth file, that decides where E > tau; '' = all of these go."),
+    ] = ""
+    threshold: Annotated[
+        float,
+        Meta(
+            ge=-1,
+            le=2,
+            description=(
+                "With a checkpoint: the head's confidence below which an unsure row goes; -1 = the one calibrated in"
+                " <checkpoint>.json, else 0.5."
+            ),
+        ),
+    ] = -1.0
 
 
 def _normalized(step: StepResult) -> torch.Tensor:
@@ -56,11 +79,23 @@ def _normalized(step: StepResult) -> torch.Tensor:
 
 
 class RStitchSmall(Algorithm):
-    """The entry: unsure rows go to the large model."""
+    """The entry: unsure rows go to the large model, unless a head trusts them."""
+
+    def __init__(self, context: RouteContext, params: RStitchParams) -> None:
+        super().__init__(context, params)
+        self._head: ConfidenceHead | None = None
+        if params.checkpoint:
+            path = Path(params.checkpoint)
+            self._head = ConfidenceHead.load(path, "checkpoint", context)
+            calibrated = sidecar_threshold(path, "checkpoint", context.hidden_size, ("rstitch", "citer"))
+            self._default = choose("rstitch", params.threshold, calibrated, _FALLBACK)
 
     def route(self, step: StepResult) -> torch.Tensor:
-        """1 where E > tau."""
-        return (_normalized(step) > step.params["tau"]).long()
+        """1 where E > tau, and the head, if there is one, does not trust the small model."""
+        away = _normalized(step) > step.params["tau"]
+        if self._head is not None:
+            away &= self._head(step.hidden) < in_force(step.params["threshold"], self._default)
+        return away.long()
 
 
 class RStitchLarge(Algorithm):

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from algorithms.base import RouteContext, StepResult
 from algorithms.r2r_router import save
-from algorithms.registry import load, validate_params
+from algorithms.registry import load, numeric_params, validate_params
 from models.batch import ModelRunner
 from models.resident import DeviceRoute, RoutedRows
 
-HEADS = ("none", "entropy", "r2r", "r2r-bfloat16")
-_NEVER = {"entropy": 1e9, "r2r": 2.0}
+HEADS = ("none", "entropy", "r2r", "r2r-bfloat16", "citer", "collm")
+_NEVER = {"entropy": 1e9, "r2r": 2.0, "citer": 0.0, "collm": 1.0}
 """Thresholds that nothing reaches."""
 _WIDTH, _BLOCKS, _TOP, _EXPANSION = 1024, 6, 100, 4
 """R2R's published router (arXiv 2505.21600): 55 million weights over a hidden size of 1,024."""
@@ -43,11 +45,12 @@ def make_head(name: str, runner: ModelRunner, device: torch.device) -> Head | No
     settings: dict[str, object] = {"threshold": _NEVER[algorithm]}
     weights = 0
     with tempfile.TemporaryDirectory() as folder:
-        if algorithm == "r2r":
-            path = Path(folder) / "router.pt"
-            weights = _write_router(path, runner)
-            settings |= {"checkpoint": str(path), "dtype": dtype or "float32"}
-        side = definition.sides(0)(context, validate_params(definition, settings, models))
+        if algorithm in _WRITERS:
+            path = Path(folder) / "head"
+            weights = _WRITERS[algorithm](path, runner)
+            settings |= {"checkpoint": str(path)} | ({"dtype": dtype} if dtype else {})
+        params = validate_params(definition, settings, models)
+        side = definition.sides(0)(context, params)
 
     def decide(rows: RoutedRows) -> torch.Tensor:
         return side.route(
@@ -63,8 +66,9 @@ def make_head(name: str, runner: ModelRunner, device: torch.device) -> Head | No
             )
         )
 
-    route = DeviceRoute(name, decide, ("threshold",))
-    return Head(route, (_NEVER[algorithm],), weights * (2 if dtype == "bfloat16" else 4))
+    numbers = numeric_params(params)
+    route = DeviceRoute(name, decide, tuple(numbers))
+    return Head(route, tuple(numbers.values()), weights * (2 if dtype == "bfloat16" else 4))
 
 
 def _write_router(path: Path, runner: ModelRunner) -> int:
@@ -87,7 +91,7 @@ def _write_router(path: Path, runner: ModelRunner) -> int:
             f"{name}.mlp.0": nn.Linear(width, wide),
             f"{name}.mlp.3": nn.Linear(wide, width),
         }
-    state = {f"{name}.{key}": value for name, part in parts.items() for key, value in part.state_dict().items()}
+    state = _state_dict(parts)
     arguments = {
         "hidden_states_size": hidden,
         "logits_size": top,
@@ -97,3 +101,34 @@ def _write_router(path: Path, runner: ModelRunner) -> int:
     save(path, state, arguments, 0.5)
     blocks: int = sum(value.numel() for name, value in state.items() if ".blocks." in name or ".output_layer." in name)
     return blocks + width * (hidden + embedding + top + 1)
+
+
+def _write_confidence(path: Path, runner: ModelRunner) -> int:
+    """CITER's head in the official format; its maps behind the rectifier are read as one."""
+    hidden, wide = runner.hidden_size, 2 * runner.hidden_size
+    parts: dict[str, nn.Module] = {
+        "mlp.0": nn.Linear(hidden, wide),
+        "mlp.1": nn.BatchNorm1d(wide),
+        "mlp.4": nn.Linear(wide, hidden),
+        "linear": nn.Linear(hidden, 1),
+    }
+    torch.save(_state_dict(parts), path)
+    return wide * (hidden + 2) + 1
+
+
+def _write_defer(path: Path, runner: ModelRunner) -> int:
+    """Co-LLM's row."""
+    save_file({"defer.weight": torch.randn(1, runner.hidden_size)}, path)
+    return runner.hidden_size
+
+
+def _state_dict(parts: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
+    return {f"{name}.{key}": value for name, part in parts.items() for key, value in part.state_dict().items()}
+
+
+_WRITERS: dict[str, Callable[[Path, ModelRunner], int]] = {
+    "r2r": _write_router,
+    "citer": _write_confidence,
+    "collm": _write_defer,
+}
+"""Write a head's file and count the weights that it reads at a step."""

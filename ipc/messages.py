@@ -67,6 +67,8 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, gc=False):
     sampling: Sampling
     params: dict[str, float] = {}
     """Per-request overrides of the route's algorithm parameters, already range-checked."""
+    score: float | None = None
+    """What the api says of the whole prompt, for algorithms that decide by it."""
 
 
 class TokenUpdate(msgspec.Struct, array_like=True, frozen=True, gc=False):

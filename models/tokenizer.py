@@ -18,6 +18,9 @@ from models.chat_template import ChatTemplate, ChatTemplateError
 from models.config import ModelError, read_json
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
+DEFER_TOKEN = "<|defer|>"  # noqa: S105  (a word of a vocabulary)
+"""The last token of a model of Co-LLM (arXiv 2403.03870). It is never text: its row of the LM head is a router's, and the tokenizer
+is taken without it, so that it is that of any model of its family."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -191,10 +194,41 @@ def vocabulary_size(directory: Path | str) -> int:
     path = Path(directory) / "tokenizer.json"
     if not path.exists():
         return Tokenizer.load(directory).vocab_size
+    return _read_description(path)[0]
+
+
+def defer_id(directory: Path | str) -> int | None:
+    """Id of a checkpoint's DEFER_TOKEN, which no tokenizer here knows any more. Raises ModelError where it is not the last one."""
+    path = Path(directory) / "tokenizer.json"
+    if path.exists():
+        return _read_description(path)[1]
+    found = _optional_json(Path(directory) / "added_tokens.json").get(DEFER_TOKEN)
+    return found if isinstance(found, int) else None
+
+
+def _read_description(path: Path) -> tuple[int, int | None]:
+    """Ids of a tokenizer.json, DEFER_TOKEN not counted, and that one's id."""
     try:
-        return _vocabulary_size(read_json(path))
-    except (KeyError, TypeError, ValueError) as error:
+        description = read_json(path)
+        defer = _split_defer(description, path)
+        return _vocabulary_size(description), defer
+    except (KeyError, TypeError) as error:
         raise ModelError(f"{path}: not a tokenizer: {error!r}") from error
+
+
+def _split_defer(description: dict[str, Any], source: Path) -> int | None:
+    """Take DEFER_TOKEN out of a tokenizer's description; its id. Raises ModelError where it is not the last one."""
+    added = description.get("added_tokens", [])
+    defer = next((token["id"] for token in added if token["content"] == DEFER_TOKEN), None)
+    if defer is None:
+        return None
+    if defer != _vocabulary_size(description) - 1:
+        raise ModelError(f"{source}: {DEFER_TOKEN} has id {defer}; only the last id can be split off")
+    description["added_tokens"] = [token for token in added if token["id"] != defer]
+    vocab = description["model"]["vocab"]
+    if isinstance(vocab, dict):
+        vocab.pop(DEFER_TOKEN, None)
+    return int(defer)
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -222,6 +256,15 @@ def _vocabulary_size(description: Mapping[str, Any]) -> int:
 
 
 def _load_backend(directory: Path) -> tokenizers.Tokenizer:
+    backend = _read_backend(directory)
+    if backend.token_to_id(DEFER_TOKEN) is None:
+        return backend
+    description = json.loads(backend.to_str())
+    _split_defer(description, directory)
+    return tokenizers.Tokenizer.from_str(json.dumps(description))
+
+
+def _read_backend(directory: Path) -> tokenizers.Tokenizer:
     path = directory / "tokenizer.json"
     if path.exists():
         try:

@@ -7,9 +7,6 @@ apart. Whether that serves a model right is tried on loading.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +19,7 @@ from safetensors import SafetensorError
 from models.attention import AttentionStep, PagedAttention
 from models.batch import Batch, IntArray, StepOutput
 from models.config import ModelError, served
+from models.quiet import quiet
 from models.transformers_config import TransformersConfig, modelling_class, read_configuration
 from models.transformers_trial import Trial, UnservedError
 from models.weights import IGNORED_SUFFIXES, INDEX, locate, resolve_dtype
@@ -89,7 +87,7 @@ class TransformersRunner:
         config = TransformersConfig.load(directory)
         ids, context = served(config, directory, vocab_size, context_length)
         kind, place = resolve_dtype(dtype, config), torch.device(device)
-        with _quiet(), torch.inference_mode():
+        with quiet(), torch.inference_mode():
             model = _read_model(directory, config, kind).to(place)
             attention = PagedAttention(
                 layers=config.num_layers,
@@ -260,22 +258,3 @@ def _read_model(directory: Path, config: TransformersConfig, dtype: torch.dtype)
     if unknown:
         raise ModelError(f"{index}: tensor {min(unknown)} is not part of a {config.family} model of this shape")
     return model.eval()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' progress bars, reports and warnings: what matters in them is checked here."""
-    import transformers
-
-    logging: Any = transformers.utils.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()

@@ -140,6 +140,16 @@ def locate(directory: Path) -> dict[str, Path]:
     return {tensor: directory / name for tensor, name in places.items()}
 
 
+def read_row(path: Path, name: str, row: int) -> torch.Tensor:
+    """[H] float32: one row of a [N, H] tensor in a file, on the host. Raises ModelError."""
+    with _named(path), safe_open(path, framework="pt") as file:
+        tensor = file.get_slice(name)
+        shape = tensor.get_shape()
+        if len(shape) != 2 or row >= shape[0]:
+            raise ModelError(f"{path}: tensor {name} has shape {tuple(shape)}; row {row} is needed")
+        return torch.as_tensor(tensor[row]).float().clone()
+
+
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
     """Turn whatever a damaged file raises into one line with its name."""

@@ -86,6 +86,7 @@ class Cluster:
         max_slots: int = 64,
         prefix_cache: bool = True,
         num_pages: int | None = None,
+        defer: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.config = Config(models={name: Model(path=name) for name in runners}, routes=routes)
         self.names = list(runners)
@@ -100,6 +101,8 @@ class Cluster:
         self._rids = itertools.count(1)
         self._eos_ids = eos_ids
         self._max_batch_tokens = max_batch_tokens
+        self._defer = defer or {}
+        """Deferral rows, by model."""
         self._cache = (max_slots, prefix_cache, num_pages)
         self.workers: dict[str, Worker] = {}
         for name, runner in runners.items():
@@ -109,7 +112,8 @@ class Cluster:
         """A worker without any state, in place of the one that had the name before."""
         max_slots, prefix_cache, num_pages = self._cache
         runner = self.device(runner)
-        facts = ModelFacts(runner.vocab_size, runner.hidden_size, torch.device("cpu"), runner.embedding)
+        device, defer = torch.device("cpu"), self._defer.get(name)
+        facts = ModelFacts(runner.vocab_size, runner.hidden_size, device, runner.embedding, defer)
         pages = runner.num_pages if num_pages is None else num_pages
         kv = KvCache(pages, runner.page_size, max_slots, runner.context_length, prefix_cache)
         compiled = build_routes(self.config, name, facts, dict.fromkeys(self.names, self._eos_ids))
@@ -145,13 +149,18 @@ class Cluster:
                 self.answers[update.rid].take(update)
 
     def submit(
-        self, route: str, prompt: Sequence[int], params: dict[str, float] | None = None, **sampling: Any
+        self,
+        route: str,
+        prompt: Sequence[int],
+        params: dict[str, float] | None = None,
+        score: float | None = None,
+        **sampling: Any,
     ) -> tuple[int, Answer]:
         """Send a request to its entry; greedy and 32 tokens unless said otherwise."""
         rid = next(self._rids)
         values = {"seed": 0, "max_tokens": 32, "temperature": 0.0} | sampling
         answer = self.answers[rid] = Answer()
-        self.deliver(self._entry(route), Submit(rid, route, pack_ids(prompt), Sampling(**values), params or {}))
+        self.deliver(self._entry(route), Submit(rid, route, pack_ids(prompt), Sampling(**values), params or {}, score))
         return rid, answer
 
     def abort(self, rid: int, route: str) -> None:
@@ -163,10 +172,15 @@ class Cluster:
         return self.names.index(self.config.all_routes()[route].models[0])
 
     async def generate(
-        self, route: str, prompt: Sequence[int], params: dict[str, float] | None = None, **sampling: Any
+        self,
+        route: str,
+        prompt: Sequence[int],
+        params: dict[str, float] | None = None,
+        score: float | None = None,
+        **sampling: Any,
     ) -> Answer:
         """Submit and wait for the end."""
-        _, answer = self.submit(route, prompt, params, **sampling)
+        _, answer = self.submit(route, prompt, params, score, **sampling)
         await answer.done.wait()
         return answer
 

@@ -210,8 +210,7 @@ class Model(Section, frozen=True):
         Meta(
             ge=0,
             le=100,
-            description="Part of a shared GPU's multiprocessors that the model may use at once, by MPS; 0 = 80 for the"
-            " largest model on the GPU, no limit for others.",
+            description="Part of a shared GPU's multiprocessors that the model may use at once, by MPS; 0 = no limit.",
         ),
     ] = 0
 
@@ -252,7 +251,10 @@ class Route(Section, frozen=True):
     ] = "none"
     params: Annotated[
         dict[str, Any],
-        Meta(description="The algorithm's parameters (docs/algorithms.md); numbers are live.", extra=LIVE),
+        Meta(
+            description="The algorithm's parameters (docs/algorithms.md); numbers and lists of numbers are live.",
+            extra=LIVE,
+        ),
     ] = {}
     on_peer_loss: Annotated[
         Literal["fallback", "fail"],

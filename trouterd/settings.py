@@ -126,8 +126,9 @@ def set_value(config: Config, name: str, value: Any) -> tuple[Config, Any, Any]:
     if isinstance(value, str):
         value = parse_text(key, value)
     if key is None:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ConfigError([f"{name}: only numbers are live, got {value!r}"])
+        entries = value if isinstance(value, list) else [value]
+        if not all(isinstance(entry, (int, float)) and not isinstance(entry, bool) for entry in entries):
+            raise ConfigError([f"{name}: only numbers are live, alone or in a list, got {value!r}"])
         if problem := carriage_problem(value):
             raise ConfigError([f"{name}: {problem}"])
     elif not key.live:

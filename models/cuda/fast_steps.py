@@ -27,16 +27,24 @@ class Packer:
         config: the model's shape; `obstacle` says whether it can be packed.
         vocab_size: rows of the LM head to keep.
         device: where everything lies.
+        share: part of the SMs that the kernel takes; the others stay free for another model.
         alone: take a layer's plain matrices away when it is packed, so that one layer at a time exists twice. None does so
             where a copy of all of them would be too large for the device.
     """
 
     def __init__(
-        self, config: ModelConfig, *, vocab_size: int, device: torch.device, alone: bool | None = None
+        self,
+        config: ModelConfig,
+        *,
+        vocab_size: int,
+        device: torch.device,
+        share: float = 1.0,
+        alone: bool | None = None,
     ) -> None:
         self.alone = _is_large(config, device) if alone is None else alone
         # Under MPS this is the number of SMs that this process may use at once: all blocks must be resident.
-        grid = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+        processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+        grid = max(1, int(share * processors))
         self.weights = PackedWeights(config, vocab_size=vocab_size, grid=grid, device=device)
 
     def layer(self, index: int, layer: LayerWeights) -> None:

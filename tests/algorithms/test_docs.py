@@ -68,7 +68,7 @@ def examples(tmp_path_factory):
 
 def test_routes_of_the_document_are_valid(examples):
     routes = [route for block in blocks("toml") for route in tomllib.loads(block).get("routes", {}).values()]
-    assert len(routes) == 2
+    assert len(routes) == 4
     for route in (msgspec.convert(route, Route) for route in routes):
         validate_params(load(route.algorithm, examples), route.params, route.models)
 

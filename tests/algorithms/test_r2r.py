@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from algorithms.base import RouteContext, StepResult
-from algorithms.r2r_router import save
+from algorithms.r2r_router import KINDS, MODEL_TYPE, save
 from algorithms.registry import AlgorithmError, load, validate_params
 
 torch.set_num_threads(1)
@@ -40,7 +41,9 @@ class Backbone(nn.Module):
     def __init__(self, widths: tuple[int, ...], expansion: int) -> None:
         super().__init__()
         self.input_projection = nn.Linear(widths[0], widths[0])
-        self.blocks = nn.ModuleList(Block(a, b, expansion) for a, b in zip((widths[0], *widths), widths, strict=False))
+        self.blocks = nn.ModuleList(
+            Block(a, b, expansion) for a, b in zip(widths, (*widths[1:], widths[-1]), strict=True)
+        )
         self.output_layer = nn.Sequential(nn.LayerNorm(widths[-1]), nn.Linear(widths[-1], 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -71,9 +74,59 @@ class Network(nn.Module):
         return self.backbone(self.combined_projection(both)).squeeze(-1)
 
 
+class Subset(nn.Module):
+    """The official classifiers of fewer inputs, by their names."""
+
+    def __init__(self, model_type: str, width: int, normalize: bool) -> None:
+        super().__init__()
+        self.model_type, self.normalize = model_type, normalize
+        match model_type:
+            case "LogitsClassifier":
+                self.logits_projection = nn.Linear(TOP, width)
+            case "HiddenStatesClassifier":
+                self.hidden_states_projection = nn.Linear(H, width)
+                if normalize:
+                    self.layer_norm = nn.LayerNorm(H)
+            case "HiddenStatesLogitsClassifier":
+                self.logits_projection = nn.Linear(TOP, H)
+                self.combined_projection = nn.Linear(2 * H, width)
+            case "HiddenStatesTokenLMHeadClassifier":
+                self.combined_projection = nn.Linear(2 * H, width)
+                if normalize:
+                    self.layer_norm_token = nn.LayerNorm(H)
+        if normalize and hasattr(self, "combined_projection"):
+            self.layer_norm_hidden_states = nn.LayerNorm(H)
+        self.backbone = Backbone((width, width), 4)
+
+    def forward(self, hidden: torch.Tensor, token: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        if self.normalize:
+            logits = logits.softmax(-1)
+            for name in ("layer_norm", "layer_norm_hidden_states"):
+                hidden = getattr(self, name)(hidden) if hasattr(self, name) else hidden
+            token = self.layer_norm_token(token) if hasattr(self, "layer_norm_token") else token
+        match self.model_type:
+            case "LogitsClassifier":
+                x = self.logits_projection(logits)
+            case "HiddenStatesClassifier":
+                x = self.hidden_states_projection(hidden)
+            case "HiddenStatesLogitsClassifier":
+                x = self.combined_projection(torch.cat((hidden, self.logits_projection(logits)), -1))
+            case _:
+                x = self.combined_projection(torch.cat((hidden, token), -1))
+        return self.backbone(x).squeeze(-1)
+
+
+SUBSETS = sorted(set(KINDS) - {MODEL_TYPE})
+
+
 def network(widths: tuple[int, ...] = (24, 24, 24), expansion: int = 4, normalize: bool = False) -> Network:
     torch.manual_seed(3)
     net = Network(widths, expansion, normalize).eval()
+    return randomised(net)
+
+
+def randomised(net: Any) -> Any:
+    """Weights with which probabilities spread."""
     for parameter in net.parameters():
         nn.init.normal_(parameter, std=0.3)
     nn.init.normal_(net.backbone.output_layer[1].weight, std=3.0)
@@ -82,9 +135,7 @@ def network(widths: tuple[int, ...] = (24, 24, 24), expansion: int = 4, normaliz
 
 
 def init_args(net: Network, **changes: Any) -> dict[str, Any]:
-    widths = [net.backbone.input_projection.out_features] + [
-        block.mlp[3].out_features for block in net.backbone.blocks[1:]
-    ]
+    widths = [block.layer_norm.weight.numel() for block in net.backbone.blocks]
     args: dict[str, Any] = {
         "hidden_states_size": H,
         "logits_size": TOP,
@@ -144,6 +195,42 @@ def test_equals_the_unfolded_network(
         wanted = net(step.hidden, embedding[step.tokens], top).sigmoid()
     assert wanted.std() > 0.1
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("model_type", SUBSETS)
+def test_routers_of_fewer_inputs(tmp_path: Path, embedding: torch.Tensor, model_type: str, normalize: bool) -> None:
+    torch.manual_seed(4)
+    net = randomised(Subset(model_type, 24, normalize).eval())
+    # Constructor arguments of inputs that a class lacks are not in its file.
+    args: dict[str, Any] = {"hidden_dims": [24, 24], "expansion_factor": 4, "normalize_input": normalize}
+    args |= {"hidden_states_size": H} if "Hidden" in model_type else {}
+    args |= {"logits_size": TOP} if "Logits" in model_type else {}
+    save(tmp_path / "router.pt", net.state_dict(), args, 0.5, model_type)
+    step = rows(-1.0)
+    built = entry(tmp_path / "router.pt", embedding if "Token" in model_type else None)
+    with torch.no_grad():
+        top = step.logits.sort(-1, descending=True).values[:, :TOP]
+        wanted = net(step.hidden, embedding[step.tokens], top)
+    assert wanted.std() > 0.1
+    probabilities = built.probabilities(step)
+    torch.testing.assert_close(probabilities, wanted.sigmoid(), atol=1e-5, rtol=1e-5)
+    median = float(probabilities.median())
+    assert built.route(rows(median)).tolist() == (probabilities >= median).long().tolist()
+    if "Token" in model_type:
+        with pytest.raises(AlgorithmError, match="its embedding is an input"):
+            entry(tmp_path / "router.pt", None)
+
+
+def test_the_log_says_whose_threshold_it_is(
+    tmp_path: Path, embedding: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    path = write(tmp_path, network(), threshold=0.4)
+    entry(path, embedding)
+    assert caplog.messages[-1].startswith(f"r2r: threshold 0.4, calibrated in {path}; the official server takes 0.5")
+    entry(path, embedding, threshold=0.6)
+    assert caplog.messages[-1] == "r2r: threshold 0.6, as configured"
 
 
 def test_threshold_is_the_rows_own_or_the_calibrated_one_and_counts_at_equality(

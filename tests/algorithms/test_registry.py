@@ -12,10 +12,11 @@ import pytest
 from msgspec import Meta
 
 from algorithms.base import Definition, ReturnAfterOne
-from algorithms.registry import AlgorithmError, check_override, load, names, numeric_params, validate_params
+from algorithms.registry import AlgorithmError, check_overrides, load, names, numeric_params, validate_params
 
 BUILT_IN = {"none": {}, "entropy": {"threshold": 1}, "rstitch": {"tau": 0}, "bernoulli": {"p": 0}}
 BUILT_IN["every_n"] = {"shape": "block", "n": 1}
+BUILT_IN |= {"r2r": {"checkpoint": "r.pt"}, "citer": {"checkpoint": "c.pth"}, "collm": {}}
 
 GOOD = """
     from __future__ import annotations
@@ -96,9 +97,7 @@ def test_built_ins_are_named_as_their_files_and_take_their_parameters(name):
     assert name in names()
     params = validate_params(definition, BUILT_IN[name], ["m"] * definition.min_models)
     assert set(numeric_params(params)) == set(params.__struct_fields__) - {
-        "measure",
-        "back",
-        "shape",
+        *("measure", "back", "shape", "checkpoint", "dtype", "mode", "schedule"),
     }
 
 
@@ -254,12 +253,12 @@ def test_no_parameters_where_there_are_none():
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "expected"), [("share", 0, 0.0), ("share", 0.5, 0.5), ("count", 4.0, 4.0), ("level", 2, 2.0)]
+    ("name", "value", "expected"), [("share", 0, 0.0), ("share", 0.5, 0.5), ("count", 2.0, 2.0), ("level", 2, 2.0)]
 )
 def test_overrides(name, value, expected):
-    override = check_override(PAIR, name, value)
-    assert override == expected
-    assert type(override) is float
+    overrides = check_overrides(PAIR, {"share": 0.25, "count": 1}, "ab", {name: value})
+    assert overrides == {name: expected}
+    assert type(overrides[name]) is float
 
 
 @pytest.mark.parametrize(
@@ -278,5 +277,45 @@ def test_overrides(name, value, expected):
 )
 def test_override_faults(name, value, message):
     with pytest.raises(AlgorithmError, match=message) as caught:
-        check_override(PAIR, name, value)
+        check_overrides(PAIR, {"share": 0.25, "count": 1}, "ab", {name: value})
     assert caught.value.key == name
+
+
+class Tuples(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    parts: tuple[Annotated[float, Meta(ge=0)], ...]
+    other: tuple[str, ...] = ()
+    rest: float = 1.0
+
+
+def _parts_fit(params, models):
+    if sum(params.parts) + params.rest > 3:
+        raise ValueError("parts: too much with the rest")
+
+
+TUPLES = Definition("tuples", lambda _: Pair, Tuples, max_models=3, check=_parts_fit)
+
+
+def test_tuples_of_numbers_are_parameters_of_rows():
+    params = validate_params(TUPLES, {"parts": [1, 0.5], "other": ["x"]}, "ab")
+    assert numeric_params(params) == {"parts.0": 1.0, "parts.1": 0.5, "rest": 1.0}
+    configured = {"parts": [1, 0.5]}
+    assert check_overrides(TUPLES, configured, "ab", {"parts": [0, 2]}) == {"parts.0": 0.0, "parts.1": 2.0}
+    assert check_overrides(TUPLES, configured, "ab", {"rest": 0}) == {"rest": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "message"),
+    [
+        ({"parts": [1]}, "parts", "'parts': needs 2 numbers, as configured, not 1"),
+        ({"parts": [1, -1]}, "parts", "'parts': expected `float` >= 0"),
+        ({"parts": [1, "x"]}, "parts", "'parts': expected `float`"),
+        ({"parts": 1}, "parts", "'parts': expected `array`"),
+        ({"parts": [2, 1]}, "parts", "'tuples', parts: too much with the rest"),
+        ({"rest": 2}, "parts", "'tuples', parts: too much with the rest"),
+        ({"other": [1]}, "other", "'other': is not a number"),
+    ],
+)
+def test_tuples_that_do_not_fit(overrides, key, message):
+    with pytest.raises(AlgorithmError, match=message) as caught:
+        check_overrides(TUPLES, {"parts": [1, 0.5]}, "ab", overrides)
+    assert caught.value.key == key

@@ -11,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from algorithms import uncertainty
-from algorithms.base import RouteContext
+from algorithms.base import PromptView, RouteContext
+from algorithms.registry import AlgorithmError, load, numeric_params, validate_params
 from models.rng import Purpose, uniform
+from tests.algorithms import reference
+from tests.algorithms.reference import log_u
 from tests.algorithms.steps import HIDDEN, quick, route, side, step, uniform_over
 
 V = 8
@@ -66,6 +69,23 @@ def test_measures_leave_the_logits_alone():
     assert torch.equal(logits, RANDOM)
 
 
+def test_log_u_agrees_with_the_definition_in_double_precision():
+    wide = torch.randn(16, 500, generator=torch.Generator().manual_seed(5)) * 6 + 4
+    expected = [log_u(row) for row in wide.tolist()]
+    got = torch.stack((uncertainty.aleatoric(wide), uncertainty.epistemic(wide)), dim=1)
+    torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    # Ten equal logits of 20: psi(201) - psi(21) = 1/21 + ... + 1/200.
+    even = torch.full((1, 12), 20.0)
+    assert float(uncertainty.aleatoric(even)) == pytest.approx(sum(1 / n for n in range(21, 201)), rel=1e-5)
+    assert float(uncertainty.epistemic(even)) == pytest.approx(10 / 210)
+
+
+def test_log_u_without_evidence():
+    rows = torch.tensor([[-1.0] * V, [-math.inf] * V, [5.0, *[-math.inf] * (V - 1)]])
+    assert uncertainty.aleatoric(rows).tolist() == [0, 0, 0]
+    assert uncertainty.epistemic(rows).tolist() == [1, 1, pytest.approx(V / (V + 5))]
+
+
 @pytest.mark.parametrize("models", [1, 2, 4])
 def test_none_stays_everywhere(models):
     assert [route("none", {}, index, RANDOM, models=models) for index in range(models)] == [[0] * 64] * models
@@ -100,6 +120,25 @@ def test_entropy_peer_returns_after_one_or_once_it_is_sure():
     assert route("entropy", {"threshold": 1, "back": "confident"}, 1, ROWS) == [1, 1, 0, 0]
 
 
+def test_log_u_hands_over_where_all_thresholds_are_reached():
+    aleatoric, epistemic = uncertainty.aleatoric(RANDOM), uncertainty.epistemic(RANDOM)
+    au, eu = float(aleatoric.median()), float(epistemic.median())
+    assert route("entropy", {"threshold": au, "measure": "aleatoric"}, 0, RANDOM) == (aleatoric >= au).long().tolist()
+    assert route("entropy", {"threshold": eu, "measure": "epistemic"}, 0, RANDOM) == (epistemic >= eu).long().tolist()
+    both = route("entropy", {"threshold": au, "measure": "aleatoric", "epistemic": eu}, 0, RANDOM)
+    assert both == ((aleatoric >= au) & (epistemic >= eu)).long().tolist()
+    assert 0 < sum(both) < 32
+
+
+def test_a_threshold_of_the_way_back():
+    params = {"threshold": 1, "back": "confident", "threshold_back": BITS}
+    assert route("entropy", params, 0, ROWS) == [0, 0, 1, 1]
+    assert route("entropy", params, 1, ROWS) == [1, 0, 0, 0]
+    assert route("entropy", params | {"threshold_back": 0}, 1, ROWS) == [0] * 4
+    sure = {"threshold": 0.3, "measure": "confidence", "back": "confident", "threshold_back": 0.9}
+    assert route("entropy", sure, 1, ROWS) == [1, 0, 0, 0]
+
+
 def test_thresholds_are_per_row():
     small = side("entropy", {"threshold": 9}, 0)
     assert small.route(step(ROWS, {"threshold": [0.1, 0.1, 9, 9]})).tolist() == [0, 1, 0, 0]
@@ -130,6 +169,8 @@ def test_families():
         ("bernoulli", {"p": 0.5}, False, True),
         ("every_n", {"shape": "visit", "n": 2}, False, True),
         ("every_n", {"shape": "block", "n": 2}, True, True),
+        ("me", {"weights": [1, 1]}, True, True),
+        ("query", {"source": "field", "threshold": 1}, False, True),
     ]:
         assert [side(name, params, index).keep_sample for index in (0, 1)] == [small, large], name
 
@@ -173,11 +214,87 @@ def test_bernoulli_shares():
     assert route("bernoulli", {"p": 0.25}, 1, zeros, at) == [1] * 4000
 
 
+WEIGHTS = st.lists(st.floats(0, 1e6, width=32), min_size=2, max_size=6).filter(lambda weights: sum(weights) > 0)
+
+
+@quick
+@given(
+    weights=WEIGHTS,
+    seed=st.integers(0, 2**64 - 1),
+    choice=st.integers(0, 3),
+    mode=st.sampled_from(["draw", "proportions"]),
+)
+def test_me_names_the_same_writers_on_every_side_and_before_the_first_token(weights, seed, choice, mode):
+    models, at = len(weights), list(range(-1, 30))
+    params = numeric_params(side("me", {"weights": weights}, 0, models).params)
+    if mode == "draw":
+        expected = [reference.drawn(seed, choice, t + 1, weights) for t in at]
+    else:
+        expected = [reference.proportioned(t + 1, weights) for t in at]
+    signed = seed - (1 << 64) if seed >= 1 << 63 else seed
+    rows = step(torch.zeros(len(at), V), params, at, [signed] * len(at), [choice] * len(at))
+    for own in range(models):
+        built = side("me", {"weights": weights, "mode": mode}, own, models)
+        assert built.route(rows).tolist() == [context(models, own).destination(writer) for writer in expected]
+    prompt = PromptView([1, 2], seed, choice, params, None)
+    assert side("me", {"weights": weights, "mode": mode}, 0, models).start(prompt) == expected[0]
+
+
+@quick
+@given(weights=WEIGHTS)
+def test_me_proportions_keep_close_to_the_shares(weights):
+    total, counts = sum(weights), [0] * len(weights)
+    for t in range(200):
+        counts[reference.proportioned(t, weights)] += 1
+        gaps = [abs(count - (t + 1) * weight / total) for count, weight in zip(counts, weights, strict=True)]
+        assert max(gaps) <= (len(weights) - 1) / 2 + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("weights", "models", "message"),
+    [
+        ([0.5, 0.5], 3, "weights: 2 given for 3 models"),
+        ([0.0, 0.0], 2, "weights: at least one must be above 0"),
+        ([math.nan, 1.0], 2, "'weights': expected `float` >= 0"),
+        ([-0.1, 1.0], 2, "'weights': expected `float` >= 0"),
+    ],
+)
+def test_me_weights_that_do_not_fit(weights, models, message):
+    with pytest.raises(AlgorithmError, match=message):
+        validate_params(load("me"), {"weights": weights}, ["m"] * models)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"source": "mf"}, "checkpoint: needed by source 'mf'"),
+        ({"source": "length", "checkpoint": "x"}, "checkpoint: source 'length' reads none"),
+        ({"source": "text"}, "expected one of .*mf.*, not 'text'"),
+    ],
+)
+def test_query_parameters_that_do_not_fit(params, message):
+    with pytest.raises(AlgorithmError, match=message):
+        validate_params(load("query"), {"threshold": 0.5} | params, "ab")
+
+
+def test_query_never_hands_back_and_hands_over_before_the_first_token_only():
+    for source, score in (("field", 0.5), ("length", None)):
+        threshold = 0.5 if source == "field" else 3
+        weak, strong = (side("query", {"source": source, "threshold": threshold}, index) for index in (0, 1))
+        params = {"threshold": threshold, "strong": 0.0, "weak": 0.0}
+        assert weak.start(PromptView([1, 2, 3], 0, 0, params, score)) == 1
+        assert weak.start(PromptView([1, 2], 0, 0, params, score and 0.4)) == 0
+        assert weak.route(step(RANDOM, params)).tolist() == strong.route(step(RANDOM, params)).tolist() == [0] * 64
+        assert not weak.warms_peers
+
+
 def test_every_rule_can_be_captured_in_a_graph():
     for name, params in [
         ("none", {}),
         ("entropy", {"threshold": 1}),
         ("rstitch", {"tau": 0.1}),
         ("bernoulli", {"p": 1}),
+        ("me", {"weights": [1, 1]}),
+        ("query", {"source": "field", "threshold": 1}),
     ]:
         assert side(name, params, 0).pure

@@ -19,6 +19,7 @@ from trouterd.api.app import build_app
 from trouterd.api.catalog import Catalog
 from trouterd.api.engine import EngineClient
 from trouterd.api.schema import FieldCensus
+from trouterd.api.scores import Scores
 from trouterd.api.services import Services
 from trouterd.config import Config, Model, Route, Server
 from trouterd.control import PeerState
@@ -297,6 +298,7 @@ async def serve(
         engine=engine,
         catalog=catalog,
         check_params=_check_params,
+        scores=Scores(settings),
         worker_metrics=worker_metrics,
         census=FieldCensus(engine.metrics),
         api_keys=api_keys,

@@ -196,3 +196,16 @@ async def test_bad_key_file_is_fatal(tmp_path: Path, content: str | None) -> Non
         fatal = await supervisor.receive(Fatal)
         assert str(keys) in fatal.message
         assert await supervisor.role == 1
+
+
+async def test_checkpoint_of_prompt_scores_that_is_not_there_is_fatal(tmp_path: Path) -> None:
+    path = str(byte_tokenizer(tmp_path / "tok"))
+    params = {"source": "mf", "threshold": 0.5, "checkpoint": str(tmp_path / "mf.safetensors")}
+    config = Config(
+        models={name: Model(path=path, context_length=64) for name in ("small", "large")},
+        routes={"ask": Route(models=["small", "large"], algorithm="query", params=params)},
+    )
+    async with running(tmp_path, config) as supervisor:
+        fatal = await supervisor.receive(Fatal)
+        assert f"routes.ask.params: checkpoint: {params['checkpoint']}: No such file" in fatal.message
+        assert await supervisor.role == 1

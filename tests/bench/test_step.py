@@ -177,6 +177,16 @@ def test_requests_that_end_are_an_error(model: Path) -> None:
         rig(runner).decode(1, 500)
 
 
+@pytest.mark.parametrize("name", ["citer", "collm"])
+def test_heads_keep_their_rows(model: Path, name: str) -> None:
+    rows = TorchRows(TorchRunner.load(model, num_pages=64, page_size=16))
+    runner = DeviceRunner(rows, max_slots=4, max_pages=32)
+    head = make_head(name, runner, torch.device("cpu"))
+    assert head is not None
+    assert runner.set_routes([head.route]) == (True,)
+    rig(runner, route=0, params=head.params).decode(2, 40)
+
+
 def test_router_of_the_published_size(model: Path) -> None:
     """R2R's router over a hidden size of 1,024 has 54.68 million trainable weights; three maps of it are folded into one."""
 
@@ -188,6 +198,10 @@ def test_router_of_the_published_size(model: Path) -> None:
     assert head is not None
     trainable, folded_away = 54_680_000, 100 * 1024 + 1024 + 1024 * 1024 + 1024 + 1024 * (1024 - 100)
     assert head.bytes / 2 == pytest.approx(trainable - folded_away, rel=1e-3)
+    citer = make_head("citer", Small(), torch.device("cpu"))  # type: ignore[arg-type]
+    assert citer is not None
+    # 4.2 million trainable weights, of which the second map of 1,024 times 2,048 is folded away.
+    assert citer.bytes / 4 == pytest.approx(4_200_000 - 2048 * 1024, rel=1e-3)
 
 
 @pytest.mark.parametrize("tied", [True, False])

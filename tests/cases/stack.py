@@ -29,6 +29,7 @@ from trouterd.api.catalog import Catalog
 from trouterd.api.engine import EngineClient
 from trouterd.api.loading import ParamChecks
 from trouterd.api.schema import FieldCensus
+from trouterd.api.scores import Scores
 from trouterd.api.services import Services
 from trouterd.config import Route, Server
 from trouterd.metrics import Family
@@ -61,6 +62,7 @@ class Stack(Cluster):
             engine=self.engine,
             catalog=Catalog(self.config, dict.fromkeys(runners, tokenizer), contexts),
             check_params=ParamChecks(self.config),
+            scores=Scores(self.config),
             worker_metrics=self._families,
             census=FieldCensus(self.engine.metrics),
         )

@@ -28,8 +28,37 @@ from tests.daemon.instance import (
 pytestmark = pytest.mark.timeout(120)
 
 
+ASK = 'models = ["small", "large"]\nalgorithm = "query"\nparams = { source = "field", threshold = 0.5 }'
+MIX = 'models = ["small", "large"]\nalgorithm = "me"\nparams = { weights = [1, 1] }'
+
+
+async def one_decision_per_request(session: aiohttp.ClientSession) -> None:
+    for model, score, strong in (("ask", 0.5, True), ("ask", 0.4, False), ("router-ask-0.4", 0.4, True)):
+        seen = await stream(session, model, max_tokens=12, route={"score": score})
+        assert (seen.text, seen.done) == ("ABCDEFGHIJKL" if strong else "abcdefghijkl", True)
+        assert seen.usage is not None
+        assert seen.usage["route"]["tokens"] == {"small": 12 * (not strong), "large": 12 * strong}
+        assert seen.usage["route"]["handoffs"] == strong
+    status, body = await complete(session, "ask")
+    assert (status, body["error"]["param"]) == (400, "route.score")
+
+
+async def one_decision_per_token(daemon: Instance, session: aiohttp.ClientSession) -> None:
+    _, body = await complete(session, "mix", max_tokens=400, seed=1)
+    assert abs(body["usage"]["route"]["tokens"]["large"] - 200) < 50
+    assert (await daemon.ctl("set", "routes.mix.params.weights", "[0, 2]"))["new"] == [0, 2]
+    _, body = await complete(session, "mix", max_tokens=12)
+    assert body["choices"][0]["text"] == "ABCDEFGHIJKL"
+    _, body = await complete(session, "mix", max_tokens=12, route={"params": {"weights": [1, 0]}})
+    assert body["choices"][0]["text"] == "abcdefghijkl"
+    status, body = await complete(session, "mix", route={"params": {"weights": [1, 0, 1]}})
+    assert (status, body["error"]["param"]) == (400, "route.params")
+    assert "3 given for 2 models" in body["error"]["message"]
+
+
 async def test_answers_and_usage(tmp_path: Path) -> None:
-    async with serving(tmp_path, scripts(tmp_path)) as daemon, daemon.session() as session:
+    config = scripts(tmp_path, **{"routes.ask": ASK, "routes.mix": MIX})
+    async with serving(tmp_path, config) as daemon, daemon.session() as session:
         status, body = await complete(session, max_tokens=12)
         assert status == 200
         assert body["choices"][0]["text"] == expected(12) == "abcDefgHijkL"
@@ -40,6 +69,8 @@ async def test_answers_and_usage(tmp_path: Path) -> None:
         assert (seen.text, seen.finish, seen.done) == (expected(12), "length", True)
         assert seen.usage is not None
         assert seen.usage["route"]["tokens"] == {"small": 9, "large": 3}
+        await one_decision_per_request(session)
+        await one_decision_per_token(daemon, session)
         await daemon.idle()
         assert await daemon.stop() == 0
     assert not shared_segments()

@@ -72,7 +72,7 @@ async def test_c30_stopped_peer_behind_a_full_ring(tmp_path: Path) -> None:
     config = scripts(
         tmp_path,
         delay_ms=4,
-        supervision="heartbeat_interval = 0.1\npeer_stall = 2.0",
+        supervision="heartbeat_interval = 0.1\npeer_stall = 4.0",
         rings="capacity = 65536\nspill_records = 2\nspill_bytes = 65536",
     )
     async with serving(tmp_path, config) as daemon, daemon.session() as session:

@@ -164,17 +164,13 @@ async def variables(config: Config) -> dict[str, dict[str, str]]:
     return {name: {key[9:]: value for key, value in held.items() if "DIR" not in key} for name, held in found.items()}
 
 
-async def test_largest_model_of_a_shared_gpu_leaves_room_for_the_others(tmp_path: Path) -> None:
+async def test_multiprocessors_are_limited_where_the_model_says_so(tmp_path: Path) -> None:
     small, large = on_gpu(SMALL_DIRECTORY), on_gpu(LARGE_DIRECTORY)
-    limit = {"ACTIVE_THREAD_PERCENTAGE": "80"}
-    assert await variables(shared(tmp_path, small=small, large=large)) == {"small": {}, "large": limit}
-    assert await variables(shared(tmp_path, small=small, twin=small)) == {"small": {}, "twin": {}}
-    alone, split = on_gpu(LARGE_DIRECTORY, "cuda:3"), on_gpu(LARGE_DIRECTORY, "cuda:0", 2)
-    second = on_gpu(SMALL_DIRECTORY, "cuda:1")
-    assert await variables(shared(tmp_path, small=second, large=split, alone=alone)) == {
+    limited = msgspec.structs.replace(large, sm_percent=50)
+    assert await variables(shared(tmp_path, small=small, large=large)) == {"small": {}, "large": {}}
+    assert await variables(shared(tmp_path, small=small, large=limited)) == {
         "small": {},
-        "large": limit,
-        "alone": {},
+        "large": {"ACTIVE_THREAD_PERCENTAGE": "50"},
     }
 
 

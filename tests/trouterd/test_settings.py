@@ -339,6 +339,8 @@ def test_set_value_builds_a_new_configuration(file: Path) -> None:
     added, old, _ = set_value(config, "routes.pair.params.beta", 2)
     assert old is None
     assert added.routes["pair"].params["beta"] == 2
+    several, _, _ = set_value(config, "routes.pair.params.weights", "[1, 0.5]")
+    assert several.routes["pair"].params["weights"] == [1, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -351,6 +353,7 @@ def test_set_value_builds_a_new_configuration(file: Path) -> None:
         ("routes.pair.params", "{}", "name one entry"),
         ("routes.pair.params.note", "text", "only numbers are live"),
         ("routes.pair.params.threshold", "true", "only numbers are live"),
+        ("routes.pair.params.threshold", '[1, "x"]', "only numbers are live"),
         ("routes.par.max_stall", "3", "did you mean 'pair'"),
         ("routes.pair.max_stall.x", "3", "is a value, not a table"),
         ("models.big-1.7b.max_batch_tokens", "3", "expected int >= 16"),

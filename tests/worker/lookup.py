@@ -14,11 +14,13 @@ import torch
 from models.batch import Batch, StepOutput
 
 ROWS = 4093
+HIDDEN = 4
 _EMPTY = -1
 
 
 class LookupModel:
-    """[V] logits as a pure function of the ids; peaked rows and flat rows, so that entropies cover their whole range."""
+    """[V] logits and [H] hidden states, unrelated, as pure functions of the ids; peaked and flat rows of logits, so that entropies
+    cover their whole range."""
 
     def __init__(self, seed: int, vocab_size: int = 48) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -26,6 +28,7 @@ class LookupModel:
         self.vocab_size = vocab_size
         self.table = torch.randn(ROWS, vocab_size, generator=generator) * scale
         self.table.requires_grad_(False)
+        self.hidden = torch.randn(ROWS, HIDDEN, generator=generator)
 
     def __call__(self, ids: Sequence[int]) -> torch.Tensor:
         """[V] logits of the token after `ids`."""
@@ -43,7 +46,7 @@ class LookupRunner:
     """ModelRunner over a LookupModel."""
 
     inline = True
-    hidden_size = 4
+    hidden_size = HIDDEN
     embedding = None
 
     def __init__(
@@ -64,7 +67,7 @@ class LookupRunner:
             self.model.row(self._prefix(batch, int(batch.slots[row]), int(batch.positions[row])))
             for row in batch.logit_rows
         ]
-        return StepOutput(self.model.table[rows], torch.zeros(len(rows), self.hidden_size))
+        return StepOutput(self.model.table[rows], self.model.hidden[rows])
 
     def _places(self, batch: Batch, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         pages = batch.page_table[slots, positions // self.page_size].astype(np.int64)

@@ -44,8 +44,9 @@ class LookupRows:
         )
         output = self.runner.step(batch)
         logits = torch.zeros(len(wanted), self.vocab_size)
-        logits[torch.from_numpy(alive)] = output.logits
-        return StepOutput(logits, torch.zeros(len(wanted), self.runner.hidden_size))
+        hidden = torch.zeros(len(wanted), self.runner.hidden_size)
+        logits[torch.from_numpy(alive)], hidden[torch.from_numpy(alive)] = output.logits, output.hidden
+        return StepOutput(logits, hidden)
 
 
 def device_runner(runner: LookupRunner, depth: int) -> DeviceRunner:

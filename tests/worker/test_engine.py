@@ -10,9 +10,12 @@ import torch
 from algorithms.base import Algorithm, Definition, RouteContext
 from algorithms.registry import AlgorithmError
 from models.config import ModelError
+from models.defer import defer_row
 from models.torch_runner import TorchRunner
 from models.transformers_runner import TransformersRunner
 from tests.models.foreign import tiny_foreign
+from tests.models.test_defer import PLAIN, deferring
+from tests.models.tiny import tiny_qwen3
 from trouterd.config import Config, Model
 from trouterd.demo import SMALL_DIRECTORY
 from trouterd.worker.engine import Engine, load_model
@@ -54,6 +57,18 @@ def test_side_whose_own_code_fails() -> None:
     context = RouteContext(("a", "b"), 1, 4, 8, torch.device("cpu"))
     with pytest.raises(AlgorithmError, match="'odd': side 1 cannot be built: OddFault: two lines$"):
         build_side(definition, context, definition.params())
+
+
+def test_a_deferral_row_is_a_fact_of_its_model(tmp_path: Path) -> None:
+    model = Model(path=str(deferring(tmp_path / "small")), kv_tokens=600)
+    loaded = load_model("m", Config(models={"m": model}))
+    row = defer_row(tmp_path / "small")
+    assert row is not None
+    assert loaded.facts.defer is not None
+    assert torch.equal(loaded.facts.defer, row)
+    assert loaded.facts.vocab_size == PLAIN
+    plain = Model(path=str(tiny_qwen3(tmp_path / "plain")), kv_tokens=600)
+    assert load_model("m", Config(models={"m": plain})).facts.defer is None
 
 
 def test_the_architecture_decides_who_runs_it(tmp_path: Path) -> None:

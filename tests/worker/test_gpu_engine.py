@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,11 +13,13 @@ import torch
 from models.batch import ModelRunner
 from models.config import ModelConfig, ModelError
 from models.device_runner import DeviceRunner
+from models.shape import load_shape
 from models.torch_rows import TorchRows
 from models.torch_runner import TorchRunner
 from tests.models.tiny import tiny_qwen3
 from trouterd.config import Model
 from trouterd.memory import Footprint, Memory
+from trouterd.worker import engine as engine_module
 from trouterd.worker.gpu_engine import DecoderWeights, GpuEngine, TorchWeights
 from trouterd.worker.largest_step import LargestStep, largest_steps
 
@@ -234,3 +237,13 @@ def test_device_runner_is_exercised_and_made_anew_for_its_pool(directory: Path) 
     batch = LargestStep(singles=1, run=2, context=64, page_size=PAGE).batch()
     batch.page_table = np.resize(batch.page_table, kv.page_table.shape)
     assert runner.step(batch).logits.shape[0] == 2
+
+
+def test_a_limit_that_breaks_products_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tiny_qwen3(tmp_path)
+    model, shape = Model(path=str(directory), device="cuda", sm_percent=79), load_shape(directory)
+    monkeypatch.setattr(engine_module, "wrong_product", lambda *_: "8 x 32 by 32 x 64")
+    with pytest.raises(ModelError, match=r"^models\.large\.sm_percent: on 79 % .*8 x 32 by 32 x 64"):
+        engine_module._check_products("large", model, shape, torch.device("cuda"))
+    free = msgspec.structs.replace(model, sm_percent=0)
+    engine_module._check_products("large", free, shape, torch.device("cuda"))

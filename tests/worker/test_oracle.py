@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,9 +16,10 @@ import torch
 from ipc.messages import PeerReq, Sampling
 from models.rng import Purpose, uniform
 from tests.algorithms import reference
-from tests.algorithms.reference import Rule, Trace
+from tests.algorithms.heads import Score, confidence_net, write_confidence, write_defer
+from tests.algorithms.reference import First, Rule, Trace
 from tests.harness import Answer, Cluster
-from tests.worker.lookup import LookupModel, LookupRunner
+from tests.worker.lookup import HIDDEN, LookupModel, LookupRunner
 from trouterd.config import Route
 
 torch.set_num_threads(1)
@@ -28,6 +30,21 @@ MODELS = {name: LookupModel(seed) for seed, name in enumerate(NAMES)}
 PROMPT = [5, 9, 2, 41, 17, 8, 3]
 
 
+FILES = tempfile.TemporaryDirectory()
+"""Trained heads for the small model; gone when the tests end."""
+TRUST, DEFER = (str(Path(FILES.name, name)) for name in ("trust.pth", "defer.safetensors"))
+
+
+def of_small(head: Score) -> reference.Score:
+    """A head over the small model's hidden states."""
+    small = MODELS["small"]
+    return lambda ids: head(small.hidden[small.row(ids)])
+
+
+confidence = of_small(write_confidence(Path(TRUST), confidence_net(HIDDEN)))
+deferral = of_small(write_defer(Path(DEFER), HIDDEN, bias=-0.5))
+
+
 @dataclass(frozen=True)
 class Case:
     """An algorithm with parameters, and the same rule in the reference."""
@@ -36,11 +53,27 @@ class Case:
     rule: Rule
     params: dict[str, Any] = field(default_factory=dict)
     models: int = 2
+    first: First = lambda *_: 0
+    score: float | None = None
+    """Of every prompt."""
 
     def route(self, **settings: Any) -> Route:
         """The route over the first models."""
         names = list(NAMES[: self.models])
         return Route(models=names, algorithm=self.algorithm, params=self.params, **settings)
+
+
+def ensemble(*weights: float, mode: str = "draw") -> Case:
+    """A case of `me`."""
+    first = reference.first_drawn(weights) if mode == "draw" else lambda *_: reference.proportioned(0, weights)
+    params = {"weights": list(weights), "mode": mode}
+    return Case("me", reference.me(weights, mode), params, len(weights), first)
+
+
+def query(source: str, threshold: float, score: float | None = None) -> Case:
+    """A case of `query`."""
+    first = reference.first_of_query(source, threshold, score)
+    return Case("query", reference.stay(), {"source": source, "threshold": threshold}, first=first, score=score)
 
 
 CASES = {
@@ -69,6 +102,28 @@ CASES = {
     "rstitch, small alone": Case("rstitch", reference.rstitch(1), {"tau": 1}),
     "rstitch, large for ever": Case("rstitch", reference.rstitch(-0.5), {"tau": -0.5}),
     "rstitch, vocab": Case("rstitch", reference.rstitch(0.1, 4096), {"tau": 0.1, "vocab": 4096}),
+    "entropy, hysteresis": Case(
+        "entropy",
+        reference.entropy(1.2, back="confident", threshold_back=0.3),
+        {"threshold": 1.2, "back": "confident", "threshold_back": 0.3},
+    ),
+    "entropy, log-U": Case(
+        "entropy",
+        reference.entropy(1.6, "aleatoric", epistemic=0.3),
+        {"threshold": 1.6, "measure": "aleatoric", "epistemic": 0.3},
+    ),
+    "rstitch, gated": Case(
+        "rstitch",
+        reference.rstitch(0.05, 0, confidence, 0.6),
+        {"tau": 0.05, "checkpoint": TRUST, "threshold": 0.6},
+    ),
+    "citer": Case("citer", reference.citer(confidence, 0.4), {"checkpoint": TRUST, "threshold": 0.4}),
+    "collm": Case("collm", reference.collm(deferral, 0.5), {"checkpoint": DEFER, "threshold": 0.5}),
+    "collm, cosine": Case(
+        "collm",
+        reference.collm(deferral, 0.3, "cosine", 20),
+        {"checkpoint": DEFER, "threshold": 0.3, "schedule": "cosine", "warmup": 20},
+    ),
     "visit 1": Case("every_n", reference.every_n("visit", 1), {"shape": "visit", "n": 1}),
     "visit 5": Case("every_n", reference.every_n("visit", 5), {"shape": "visit", "n": 5}),
     "block 1 of 2": Case("every_n", reference.every_n("block", 1), {"shape": "block", "n": 1}),
@@ -78,8 +133,28 @@ CASES = {
     "bernoulli": Case("bernoulli", reference.bernoulli(0.35), {"p": 0.35}),
     "bernoulli, never": Case("bernoulli", reference.bernoulli(0), {"p": 0}),
     "bernoulli, always": Case("bernoulli", reference.bernoulli(1), {"p": 1}),
+    "me of 3": ensemble(0.5, 0.3, 0.2),
+    "me, mostly others": ensemble(0, 9, 1),
+    "me, proportions": ensemble(0.2, 0.5, 0.3, mode="proportions"),
+    "query, strong": query("field", 0.7, 0.7),
+    "query, random": query("random", 0.5),
+    "query, hidden": Case(
+        "query",
+        reference.query_hidden(confidence, 0.5),
+        {"source": "hidden", "checkpoint": TRUST, "threshold": 0.5},
+    ),
 }
+COMPOSED = {
+    f"collm, composed above {threshold}": Case(
+        "collm",
+        reference.collm(deferral, threshold, entry=MODELS["small"]),
+        {"checkpoint": DEFER, "threshold": threshold, "mode": "compose"},
+    )
+    for threshold in (0.0, 0.4)
+}
+"""Tokens that no model drew: these do not write what one model would."""
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+with_composed = pytest.mark.parametrize("case", (CASES | COMPOSED).values(), ids=(CASES | COMPOSED).keys())
 
 SAMPLINGS = {
     "greedy": {"temperature": 0.0, "ignore_eos": True},
@@ -101,7 +176,7 @@ def expected(case: Case, prompt: Sequence[int], sampling: dict[str, Any], max_st
     """What the reference writes."""
     values = {"seed": 0, "max_tokens": 40} | sampling
     models = [MODELS[name] for name in NAMES[: case.models]]
-    return reference.generate(models, case.rule, prompt, Sampling(**values), (EOS,), max_stall)
+    return reference.generate(models, case.rule, prompt, Sampling(**values), (EOS,), max_stall, case.first)
 
 
 def assert_same(answer: Answer, trace: Trace) -> None:
@@ -125,10 +200,10 @@ def assert_same_handoffs(sent: Sequence[PeerReq], rid: int, trace: Trace) -> Non
 
 
 @every_sampling
-@every_case
+@with_composed
 async def test_one_request(case: Case, sampling: dict[str, Any]) -> None:
     async with cluster(case.route()).running() as workers:
-        rid, answer = workers.submit("demo", PROMPT, **({"max_tokens": 40} | sampling))
+        rid, answer = workers.submit("demo", PROMPT, score=case.score, **({"max_tokens": 40} | sampling))
         await answer.done.wait()
         await workers.settled()
     trace = expected(case, PROMPT, sampling)
@@ -137,7 +212,7 @@ async def test_one_request(case: Case, sampling: dict[str, Any]) -> None:
     assert answer.handoffs == len(trace.handoffs)
 
 
-@every_case
+@with_composed
 async def test_a_crowd_with_shared_prefixes(case: Case) -> None:
     requests = [
         (
@@ -147,7 +222,7 @@ async def test_a_crowd_with_shared_prefixes(case: Case) -> None:
         for n in range(16)
     ]
     async with cluster(case.route(), max_batch_tokens=16).running() as workers:
-        pairs = [workers.submit("demo", prompt, **sampling) for prompt, sampling in requests]
+        pairs = [workers.submit("demo", prompt, score=case.score, **sampling) for prompt, sampling in requests]
         await asyncio.gather(*(answer.done.wait() for _, answer in pairs))
         await workers.settled()
     for (prompt, sampling), (rid, answer) in zip(requests, pairs, strict=True):
@@ -158,14 +233,14 @@ async def test_a_crowd_with_shared_prefixes(case: Case) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("name", ["entropy", "rstitch", "block 3 of 3"])
+@pytest.mark.parametrize("name", ["entropy", "rstitch", "block 3 of 3", "me of 3", "query, strong"])
 async def test_page_sizes_and_prefix_cache(name: str, prefix_cache: bool, page_size: int) -> None:
     case = CASES[name]
     prompt = PROMPT * 6
     settings = {"prefix_cache": prefix_cache, "page_size": page_size, "max_batch_tokens": 16}
     async with cluster(case.route(), **settings).running() as workers:
         for _ in range(2):
-            rid, answer = workers.submit("demo", prompt, max_tokens=30, temperature=0.7)
+            rid, answer = workers.submit("demo", prompt, score=case.score, max_tokens=30, temperature=0.7)
             await answer.done.wait()
             trace = expected(case, prompt, {"max_tokens": 30, "temperature": 0.7})
             assert_same(answer, trace)
@@ -246,15 +321,20 @@ async def test_copies_of_one_model_write_what_it_writes_alone(case: Case, others
     copies = dict.fromkeys(NAMES, MODELS["small"])
     alone = expected(Case("none", reference.none(), models=1), PROMPT, sampling)
     async with cluster(case.route(), copies, prefix_cache=prefix_cache, max_batch_tokens=64).running() as workers:
-        crowd = [workers.submit("demo", [n, *PROMPT[: n % 6]], seed=n, temperature=1.0) for n in range(others)]
-        answer = await workers.generate("demo", PROMPT, **sampling)
+        crowd = [
+            workers.submit("demo", [n, *PROMPT[: n % 6]], score=case.score, seed=n, temperature=1.0)
+            for n in range(others)
+        ]
+        answer = await workers.generate("demo", PROMPT, score=case.score, **sampling)
         await asyncio.gather(*(other.done.wait() for _, other in crowd))
         await workers.settled()
     assert answer.tokens == alone.tokens
     assert answer.finish == alone.finish
 
 
-@pytest.mark.parametrize("name", ["entropy", "rstitch", "visit 1", "block 3 of 3", "bernoulli"])
+@pytest.mark.parametrize(
+    "name", ["entropy", "rstitch", "visit 1", "block 3 of 3", "bernoulli", "me of 3", "query, random"]
+)
 async def test_copies_of_one_model_in_a_pool_that_is_too_small_for_all(name: str) -> None:
     case = CASES[name]
     copies = dict.fromkeys(NAMES, MODELS["small"])
@@ -276,5 +356,7 @@ def test_the_cases_reach_what_they_are_for() -> None:
     assert len({tuple(t[0].tokens) for t in traces.values()}) > 12
     endings = {(t.finish, t.writers[-1]) for ts in traces.values() for t in ts}
     assert {("stop", 0), ("stop", 1), ("length", 0), ("length", 1)} <= endings
+    composed = [expected(case, PROMPT, s) for case in COMPOSED.values() for s in SAMPLINGS.values()]
+    assert {("stop", 1), ("length", 1)} <= {(t.finish, t.writers[-1]) for t in composed}
     runs = traces["rstitch"][0].writers
     assert any(runs[n : n + 3] == [1, 1, 1] for n in range(len(runs)))

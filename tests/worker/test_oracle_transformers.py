@@ -12,12 +12,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ipc.messages import Sampling
+from models.defer import defer_row
+from models.tokenizer import vocabulary_size
 from models.torch_runner import TorchRunner
 from models.transformers_runner import TransformersRunner
 from tests.algorithms import reference
 from tests.algorithms.reference import Logits
 from tests.harness import Cluster
 from tests.models.foreign import tiny_foreign
+from tests.models.test_defer import deferring
 from tests.models.tiny import EOS, tiny_llama, tiny_qwen3
 from tests.worker.test_oracle import CASES, NAMES, assert_same, assert_same_handoffs
 from trouterd.config import Route
@@ -44,14 +47,14 @@ def oracles(directories: dict[str, Path]) -> dict[str, Logits]:
     return {name: recomputing(directory) for name, directory in directories.items()}
 
 
-def recomputing(directory: Path) -> Logits:
-    """A model of transformers that sees the whole prefix every time."""
+def recomputing(directory: Path, rows: int = VOCAB) -> Logits:
+    """A model of transformers that sees the whole prefix every time; the first `rows` of its logits."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     model.eval()
 
     def logits(ids: Sequence[int]) -> torch.Tensor:
         with torch.inference_mode():
-            return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1, :VOCAB].float()
+            return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1, :rows].float()
 
     return logits
 
@@ -120,6 +123,39 @@ async def test_copies_of_one_model_write_what_it_writes_alone(
         await asyncio.gather(*(other.done.wait() for _, other in crowd))
         await workers.settled()
     assert answer.tokens == alone.tokens
+
+
+@pytest.mark.parametrize("mode", ["defer", "compose"])
+@pytest.mark.parametrize("tied", [True, False])
+async def test_a_model_of_co_llm(tied: bool, mode: str, tmp_path: Path) -> None:
+    """Transformers sees the deferral logit as the last one of all, as the model's makers do."""
+    directory = deferring(tmp_path / "small", seed=1, tied=tied)
+    peer = tiny_qwen3(tmp_path / "large", seed=2, layers=3, hidden=48)
+    row = defer_row(directory)
+    assert row is not None
+    runners = {
+        name: TorchRunner.load(path, num_pages=128, page_size=8, vocab_size=vocabulary_size(path))
+        for name, path in (("small", directory), ("large", peer))
+    }
+    own, wide, large = recomputing(directory), recomputing(directory, VOCAB + 1), recomputing(peer)
+
+    def score(ids: Sequence[int]) -> float:
+        return float(wide(ids)[VOCAB].double().sigmoid())
+
+    rule = reference.collm(score, 0.4, "linear", 8, own if mode == "compose" else None)
+    params = {"threshold": 0.4, "schedule": "linear", "warmup": 8, "mode": mode, "top": VOCAB}
+    route = Route(models=["small", "large"], algorithm="collm", params=params)
+    workers = Cluster(runners, {"demo": route}, eos_ids=frozenset({EOS}), defer={"small": row})
+    async with workers.running():
+        jobs = [(prompt, sampling) for prompt in PROMPTS for sampling in SAMPLINGS]
+        pairs = [workers.submit("demo", prompt, **sampling) for prompt, sampling in jobs]
+        await asyncio.gather(*(answer.done.wait() for _, answer in pairs))
+        await workers.settled()
+    for (prompt, sampling), (rid, answer) in zip(jobs, pairs, strict=True):
+        trace = reference.generate([own, large], rule, prompt, Sampling(**({"seed": 0} | sampling)), (EOS,))
+        assert_same(answer, trace)
+        assert_same_handoffs(workers.trace, rid, trace)
+    assert {writer for _, answer in pairs for writer in answer.writers} == {0, 1}
 
 
 @pytest.mark.parametrize("name", ["block 4 of 2", "visit 5"])

@@ -297,6 +297,8 @@ class Faulty(Algorithm):
             return Handoff('two', handoff.loc)
         if FAULT == 'send too far':
             return Handoff(handoff.start + 1, handoff.loc)
+        if FAULT.startswith('combine'):
+            return Handoff(handoff.start, handoff.loc, b'payload')
         return Handoff(-1, handoff.loc) if FAULT == 'send too early' else handoff
     def receive(self, request, tokens, payload):
         if FAULT == 'entry receive raises' and self.context.side == 0:
@@ -312,6 +314,11 @@ class Faulty(Algorithm):
         if FAULT == 'peer takes nothing' and self.context.side == 1:
             return 0
         return len(tokens) + 5 if FAULT == 'takes more' else len(tokens)
+    def combine(self, request, payload):
+        assert payload == b'payload'
+        if FAULT == 'combine raises':
+            raise RuntimeError('as told')
+        return {'combine gives text': 'x', 'combine gives no token': 10**9, 'combine is negative': -1}[FAULT]
 ALGORITHM = Definition('faulty', lambda side: Faulty)
 """
 ENDS = ("route raises", "unknown model", "negative", "too few")
@@ -328,6 +335,10 @@ GOES_ON = (
     "entry takes one",
     "peer takes nothing",
     "takes more",
+    "combine raises",
+    "combine gives text",
+    "combine gives no token",
+    "combine is negative",
 )
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from typing import Any
 
 from models.tokenizer import Tokenizer
 from trouterd.api.errors import RequestError
 from trouterd.config import Config, Route
+
+_ROUTER_NAME = re.compile(r"router-(?P<route>.+)-(?P<threshold>[0-9]+(\.[0-9]+)?)", re.ASCII)
 
 
 class TokenizerMismatch(ValueError):  # noqa: N818 - a mismatch, named after what it is
@@ -25,6 +29,8 @@ class Served:
     root: str
     """Path of the entry model: bench tools load a tokenizer from it."""
     algorithm: str
+    params: Mapping[str, Any]
+    """The algorithm's, as configured."""
     needs_peers: bool
     """The loss of any model, not only of the entry, makes the route unavailable (on_peer_loss = fail)."""
 
@@ -78,6 +84,7 @@ class Catalog:
             tokenizer=self._tokenizers[entry],
             root=config.models[entry].path,
             algorithm=route.algorithm,
+            params=route.params,
             needs_peers=route.on_peer_loss == "fail",
         )
 
@@ -98,6 +105,18 @@ class Catalog:
                 404, "model_not_found", f"the model {name[:128]!r} does not exist; there are {known}", param="model"
             )
         return served
+
+    def address(self, name: str) -> tuple[Served, float | None]:
+        """The route behind a request's `model`, and the threshold that the name carries: `router-<route>-<threshold>`, the form
+        of RouteLLM's clients, is that route with that threshold, unless something is called so.
+
+        Raises:
+            RequestError: 404 `model_not_found`.
+        """
+        named = None if name in self._served else _ROUTER_NAME.fullmatch(name)
+        if named is None or named["route"] not in self._served:
+            return self.get(name), None
+        return self._served[named["route"]], float(named["threshold"])
 
     def default(self) -> Served:
         """The first of them: for requests that may omit `model`."""

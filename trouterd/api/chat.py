@@ -10,8 +10,8 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from trouterd.api.answer import Delta
-from trouterd.api.generate import Collected, MaybeUsage, check_choices, plan_for, respond
-from trouterd.api.prompt import chat_prompt
+from trouterd.api.generate import Collected, MaybeUsage, address, check_choices, plan_for, respond
+from trouterd.api.prompt import chat_prompt, question
 from trouterd.api.schema import ChatRequest, decode
 from trouterd.api.services import SERVICES
 from trouterd.api.usage import Usage
@@ -127,9 +127,9 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer a conversation."""
     services = request.app[SERVICES]
     fields = decode(await request.read(), ChatRequest, services.census)
-    served = services.catalog.get(fields.model)
+    served = await address(services, fields)
     check_choices(services.engine, fields, 1, "messages")
     prompt = await chat_prompt(served.tokenizer, fields.messages, fields)
-    plan = await plan_for(request, fields, served, [prompt], "messages")
+    plan = await plan_for(request, fields, served, [prompt], "messages", lambda _: question(fields.messages))
     shape = ChatShape(plan.request_id, served.name, served.models if plan.return_token_ids else None)
     return await respond(request, plan, shape)

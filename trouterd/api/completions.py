@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from models.tokenizer import Tokenizer
 from trouterd.api.answer import Delta
 from trouterd.api.errors import invalid
-from trouterd.api.generate import Collected, MaybeUsage, check_choices, plan_for, respond
+from trouterd.api.generate import Collected, MaybeUsage, address, check_choices, plan_for, respond
 from trouterd.api.prompt import in_turn, text_prompt
 from trouterd.api.sampling import check_ids
 from trouterd.api.schema import CompletionRequest, decode
@@ -114,11 +114,16 @@ async def completions(request: web.Request) -> web.StreamResponse:
     """Continue one or several prompts."""
     services = request.app[SERVICES]
     fields = decode(await request.read(), CompletionRequest, services.census)
-    served = services.catalog.get(fields.model)
+    served = await address(services, fields)
     listed = _listed(fields.prompt)
     check_choices(services.engine, fields, len(listed), "prompt")
     add_special = fields.add_special_tokens is not False
     prompts = [await _ids(prompt, served.tokenizer, add_special=add_special) for prompt in listed]
-    plan = await plan_for(request, fields, served, prompts, "prompt")
+
+    def text(number: int) -> str:
+        given = listed[number]
+        return given if isinstance(given, str) else served.tokenizer.decode(given)
+
+    plan = await plan_for(request, fields, served, prompts, "prompt", text)
     shape = CompletionShape(plan.request_id, served.name, served.models if plan.return_token_ids else None)
     return await respond(request, plan, shape)

@@ -107,7 +107,8 @@ class EngineClient:
 
     def _start(self, generation: Generation, params: dict[str, float]) -> None:
         job, served = generation.job, generation.live.served
-        if not self._send(served.entry, Submit(generation.rid, served.name, job.prompt, job.sampling, dict(params))):
+        submit = Submit(generation.rid, served.name, job.prompt, job.sampling, dict(params), job.score)
+        if not self._send(served.entry, submit):
             raise _unavailable(f"worker '{served.entry}' takes no more requests now")
         generation.over = False
         self._generations[generation.rid] = generation

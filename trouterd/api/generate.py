@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from trouterd.api.engine import EngineClient
 from trouterd.api.errors import invalid
 from trouterd.api.live import Job, LiveRequest
 from trouterd.api.sampling import sampling_for, stop_strings
-from trouterd.api.schema import SamplingFields
+from trouterd.api.schema import RouteOverride, SamplingFields
 from trouterd.api.services import REQUEST_ID, SERVICES, STARTED, Services, is_sane_id
 from trouterd.api.stops import StopStrings
 from trouterd.api.stream import KEEP_ALIVE, EventStream, frame
@@ -87,10 +87,37 @@ def check_choices(engine: EngineClient, fields: SamplingFields, prompts: int, pr
         raise invalid(f"{count} choices are more than the {engine.max_active} requests that may be active", param)
 
 
+async def address(services: Services, fields: SamplingFields) -> Served:
+    """The route that `model` names. A threshold in the name joins the request's own overrides.
+
+    Raises:
+        RequestError: 404, or 400 where the route takes no such threshold.
+    """
+    served, threshold = services.catalog.address(fields.model)
+    if threshold is None:
+        return served
+    route = fields.route or RouteOverride()
+    if "threshold" in route.params:
+        raise invalid("route.params: model names a threshold too", "route.params")
+    try:
+        await services.check_params(served.name, {"threshold": threshold})
+    except ValueError as error:
+        raise invalid(f"model: {error}", "model") from error
+    fields.route = msgspec.structs.replace(route, params=route.params | {"threshold": threshold})
+    return served
+
+
 async def plan_for(
-    request: web.Request, fields: SamplingFields, served: Served, prompts: Sequence[Sequence[int]], prompt_param: str
+    request: web.Request,
+    fields: SamplingFields,
+    served: Served,
+    prompts: Sequence[Sequence[int]],
+    prompt_param: str,
+    text: Callable[[int], str],
 ) -> Plan:
     """Check everything that is left and lay out the choices: all choices of the first prompt, then of the second ...
+
+    `text` gives what a prompt asks, in words.
 
     Raises:
         RequestError: 400.
@@ -99,13 +126,15 @@ async def plan_for(
     if fields.stream_options is not None and not fields.stream:
         raise invalid("stream_options needs stream=true", "stream_options")
     context = services.catalog.context(served)
+    params = await _params(services, served, fields)
+    scores = await services.scores.of(served, fields.route or RouteOverride(), params, len(prompts), text)
     jobs = []
-    for prompt in prompts:
+    for prompt, score in zip(prompts, scores, strict=True):
         if not prompt:
             raise invalid(f"{prompt_param}: the prompt has no tokens", prompt_param)
         packed = pack_ids(prompt)
         samplings = sampling_for(fields, len(prompt), context, served.tokenizer.vocab_size, prompt_param)
-        jobs += [Job(packed, len(prompt), sampling) for sampling in samplings]
+        jobs += [Job(packed, len(prompt), sampling, score) for sampling in samplings]
     stops = stop_strings(fields)
     options = fields.stream_options
     header_given = is_sane_id(request.headers.get("X-Request-Id"))
@@ -123,7 +152,7 @@ async def plan_for(
             min_tokens=fields.min_tokens or 0,
             skip_special_tokens=fields.skip_special_tokens is not False,
         ),
-        params=await _params(services, served, fields),
+        params=params,
         stream=bool(fields.stream),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),

@@ -21,6 +21,8 @@ class Job:
     """u32 token ids."""
     prompt_tokens: int
     sampling: Sampling
+    score: float | None = None
+    """Of the prompt, where the route decides by one."""
 
 
 @dataclass(slots=True, eq=False)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from models.config import ModelError
 from models.shape import load_shape
-from trouterd.config import Config, Model
+from trouterd.api.schema import Overrides
+from trouterd.config import Config, Model, Route
 
 if TYPE_CHECKING:
     from algorithms.base import Definition
@@ -47,22 +48,23 @@ class ParamChecks:
         """By name or path: a file of a user's is run once, as in the workers, however often it is asked for."""
         self._lock = asyncio.Lock()
 
-    async def __call__(self, route: str, params: dict[str, float]) -> dict[str, float]:
-        """The overrides as the workers take them.
+    async def __call__(self, name: str, params: Overrides) -> dict[str, float]:
+        """The overrides of a route as the workers take them.
 
         Raises:
             ValueError: unknown, not numeric or out of range.
         """
         async with self._lock:
-            return await asyncio.to_thread(self._check, self._routes[route].algorithm, params)
+            return await asyncio.to_thread(self._check, self._routes[name], params)
 
-    def _check(self, algorithm: str, params: dict[str, float]) -> dict[str, float]:
-        from algorithms.registry import AlgorithmError, check_override, load
+    def _check(self, route: Route, params: Overrides) -> dict[str, float]:
+        from algorithms.registry import AlgorithmError, check_overrides, load
+
+        algorithm = route.algorithm
 
         try:
             if algorithm not in self._definitions:
                 self._definitions[algorithm] = load(algorithm)
-            definition = self._definitions[algorithm]
-            return {name: check_override(definition, name, value) for name, value in params.items()}
+            return check_overrides(self._definitions[algorithm], route.params, route.models, params)
         except AlgorithmError as error:
             raise ValueError(str(error)) from error

@@ -18,6 +18,7 @@ from trouterd.api.catalog import Catalog, TokenizerMismatch
 from trouterd.api.engine import FORCE_GRACE, EngineClient
 from trouterd.api.loading import ParamChecks, context_lengths
 from trouterd.api.schema import FieldCensus
+from trouterd.api.scores import ScoreError, Scores
 from trouterd.api.services import Services
 from trouterd.api.verbs import Verbs
 from trouterd.child import CallError, Control
@@ -43,9 +44,9 @@ async def _worker_metrics(control: Control) -> list[Family]:
         return []
 
 
-def _load(config: Config) -> tuple[Catalog, tuple[bytes, ...]]:
+def _load(config: Config) -> tuple[Catalog, tuple[bytes, ...], Scores]:
     keys = load_keys(config.server.api_key_file)
-    return Catalog(config, load_tokenizers(config), context_lengths(config)), keys
+    return Catalog(config, load_tokenizers(config), context_lengths(config)), keys, Scores(config)
 
 
 async def _listen(runner: web.AppRunner, descriptors: list[int]) -> list[asyncio.AbstractServer]:
@@ -68,8 +69,8 @@ async def run(control: Control) -> int:
     config = control.config
     try:
         # In a thread: heartbeats must be answered meanwhile.
-        catalog, keys = await asyncio.to_thread(_load, config)
-    except (ModelError, TokenizerMismatch, KeyFileError) as error:
+        catalog, keys, scores = await asyncio.to_thread(_load, config)
+    except (ModelError, TokenizerMismatch, KeyFileError, ScoreError) as error:
         control.fatal(str(error))
         return 1
     boot = control.boot
@@ -80,6 +81,7 @@ async def run(control: Control) -> int:
         engine=engine,
         catalog=catalog,
         check_params=ParamChecks(config),
+        scores=scores,
         worker_metrics=lambda: _worker_metrics(control),
         census=FieldCensus(engine.metrics),
         api_keys=keys,

@@ -66,6 +66,13 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     return rendered
 
 
+def question(messages: Sequence[ChatMessage]) -> str:
+    """Text of the last message of the user, or of the last one where the user has said nothing."""
+    turns = template_messages(messages)
+    asked = next((turn for turn in reversed(turns) if turn["role"] == "user"), turns[-1])
+    return str(asked["content"])
+
+
 def _template_kwargs(fields: TemplateFields) -> dict[str, Any]:
     kwargs = dict(fields.chat_template_kwargs or {})
     reserved = sorted(_RESERVED_KWARGS & kwargs.keys())

@@ -28,10 +28,18 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class RouteOverride(msgspec.Struct, forbid_unknown_fields=True):
-    """`route`: our extension; parameters of the route's algorithm for this request alone."""
+Overrides = dict[str, float | list[float]]
+"""Numeric parameters by name, as requests give them."""
 
-    params: dict[str, float] = {}
+
+class RouteOverride(msgspec.Struct, forbid_unknown_fields=True):
+    """`route`: our extension; what the route's algorithm is told for this request alone."""
+
+    params: Overrides = {}
+    score: float | None = None
+    """How much the strong model is wanted, for algorithm `query` with source `field`."""
+    embedding: list[float] | None = None
+    """The prompt's embedding, for algorithm `query` with source `mf`."""
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):

@@ -12,10 +12,11 @@ from aiohttp import web
 
 from trouterd.api.catalog import Catalog
 from trouterd.api.engine import EngineClient
-from trouterd.api.schema import FieldCensus
+from trouterd.api.schema import FieldCensus, Overrides
+from trouterd.api.scores import Scores
 from trouterd.metrics import Family
 
-CheckParams = Callable[[str, dict[str, float]], Awaitable[dict[str, float]]]
+CheckParams = Callable[[str, Overrides], Awaitable[dict[str, float]]]
 """Public name, overrides of a request -> the overrides to send; ValueError says which one is wrong."""
 WorkerMetrics = Callable[[], Awaitable[list[Family]]]
 
@@ -29,6 +30,7 @@ class Services:
     engine: EngineClient
     catalog: Catalog
     check_params: CheckParams
+    scores: Scores
     worker_metrics: WorkerMetrics
     census: FieldCensus
     api_keys: tuple[bytes, ...] = ()

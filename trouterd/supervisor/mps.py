@@ -17,11 +17,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from trouterd.config import Config
-from trouterd.memory import weights_per_gpu
 
 CONTROL = "nvidia-cuda-mps-control"
-LARGEST_PERCENT = 80
-"""Multiprocessors of the largest model on a shared GPU: it loses nothing by it, and small kernels beside it start sooner."""
 PATIENCE = 10.0
 """Seconds that one command to the daemon, or its end, may take."""
 _POLL = 0.02
@@ -60,7 +57,7 @@ class Mps:
         """Environment of a worker that is about to be started. A daemon that has died meanwhile is started again first."""
         if not self._wanted or not set(self._config.models[name].gpus) & set(self._config.shared_gpus):
             return {}
-        percent = self._percent(name)
+        percent = self._config.models[name].sm_percent
         limit = {_PERCENT_VARIABLE: str(percent)} if percent else {}
         if self._foreign:
             return limit
@@ -174,17 +171,6 @@ class Mps:
 
     def _directories(self) -> dict[str, str]:
         return {_PIPE_VARIABLE: str(self._folder / "pipe"), _LOG_VARIABLE: str(self._folder / "log")}
-
-    def _percent(self, name: str) -> int:
-        """The model's part of the multiprocessors; 0 = no limit."""
-        models = self._config.models
-        if models[name].sm_percent:
-            return models[name].sm_percent
-        for gpu in set(models[name].gpus) & set(self._config.shared_gpus):
-            others = [weights_per_gpu(models[other]) for other in self._config.sharing(gpu) if other != name]
-            if weights_per_gpu(models[name]) > max(others):
-                return LARGEST_PERCENT
-        return 0
 
 
 def _is_own(folder: Path) -> bool:

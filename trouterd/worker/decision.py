@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from algorithms.base import StepResult
+from algorithms.base import PromptView, StepResult
 from algorithms.drafting import Drafter
 from models.batch import Batch, IntArray, StepOutput
 from models.sampler import Edits, SamplingRows, sample
@@ -65,6 +65,20 @@ def decide(output: StepOutput, batch: Batch, chunks: Sequence[Chunk], routed: Se
         if failed:
             destinations[number] = FAILED
     return Decisions(written, destinations, verified.accepted, scores)
+
+
+def first_writer(request: Request) -> int:
+    """Destination of a request that the entry has admitted, before anything of it is computed."""
+    route, submit = request.route, request.submit
+    if len(route.workers) == 1:
+        return 0
+    sampling = submit.sampling
+    prompt = PromptView(request.tokens, sampling.seed, sampling.choice, route.params | submit.params, submit.score)
+    try:
+        return checked(route, int(route.algorithm.start(prompt)))
+    except Exception:  # code of users: its faults end this request
+        log.exception("route '%s': start() failed; the request ends with an error", route.name)
+        return FAILED
 
 
 def checked(route: WorkerRoute, destination: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,7 +22,7 @@ class StateUsedError(RuntimeError):
     """An algorithm reaches for `StepResult.state`, which a device does not have."""
 
 
-class _NoState(list[dict[str, float]]):
+class _NoState(list[dict[str, Any]]):
     """Stands in for `StepResult.state`."""
 
     def __getitem__(self, index: object) -> NoReturn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,9 @@ import torch
 
 from models.batch import ModelRunner
 from models.config import ModelConfig, ModelError
+from models.cuda.products import shapes_of, wrong_product
+from models.defer import defer_row
+from models.device_runner import BUCKETS
 from models.kv_cache import KvCache
 from models.memory import DeviceMemory
 from models.parallel.leader import LeadingDecoder, SplitModel
@@ -21,6 +24,7 @@ from models.shape import Shape, load_shape
 from models.tokenizer import vocabulary_size
 from models.torch_runner import TorchRunner
 from models.transformers_runner import TransformersRunner
+from models.weights import resolve_dtype
 from trouterd.config import Config, Model
 from trouterd.worker.gpu_check import (
     Host,
@@ -37,6 +41,10 @@ if TYPE_CHECKING:
     from models.cuda.fast_steps import Packer
 
 log = logging.getLogger(__name__)
+
+SHARED_PART = 0.8
+"""Of a shared GPU's multiprocessors, what a persistent kernel takes: a large model loses nothing by it, and kernels of others
+start sooner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +78,15 @@ def load_model(name: str, config: Config, ranks: Ranks | None = None) -> Loaded:
         ModelError, ScriptError: nothing can be served from there; the message names file and field.
         RankLostError: another rank is gone.
     """
+    loaded = _load(name, config, ranks)
+    model = config.models[name]
+    row = None if model.format == "script" or model.load_format == "dummy" else defer_row(Path(model.path))
+    if row is None:
+        return loaded
+    return replace(loaded, facts=replace(loaded.facts, defer=row.to(loaded.facts.device)))
+
+
+def _load(name: str, config: Config, ranks: Ranks | None) -> Loaded:
     model = config.models[name]
     host = Host.this()
     if problem := device_problem(model, host):
@@ -118,6 +135,7 @@ def _load_on_gpu(name: str, config: Config, shape: Shape, host: Host) -> Loaded:
     if backend.why:
         log.warning("%s", backend.why)
     device = torch.device("cuda", model.gpus[0])
+    _check_products(name, model, shape, device)
     weights: Weights
     try:
         if backend.name == "torch":
@@ -148,6 +166,19 @@ def _load_on_gpu(name: str, config: Config, shape: Shape, host: Host) -> Loaded:
             f"models.{name}.device: the weights do not fit on the GPU: {str(error).partition('. ')[0]}"
         ) from error
     return Loaded(facts, GpuEngine(name, model, weights, context, DeviceMemory(device)), backend.name)
+
+
+def _check_products(name: str, model: Model, shape: Shape, device: torch.device) -> None:
+    """Try the model's products where MPS limits this process. Raises ModelError: they come out wrong."""
+    if not model.sm_percent or not isinstance(shape, ModelConfig):
+        return
+    shapes = shapes_of(shape, vocabulary_size(model.tokenizer_folder))
+    kind = resolve_dtype(model.element_type, shape)
+    if wrong := wrong_product(device, kind, shapes, (*BUCKETS, model.max_batch_tokens)):
+        raise ModelError(
+            f"models.{name}.sm_percent: on {model.sm_percent} % of this GPU's multiprocessors its matrix library gives wrong"
+            f" products ({wrong}); take another value, such as 50, or leave it out"
+        )
 
 
 def _load_split(name: str, model: Model, shape: Shape, host: Host, ranks: Ranks) -> Loaded:
@@ -181,7 +212,8 @@ def _packer(name: str, config: Config, shape: Shape, vocab_size: int, host: Host
     from models.cuda.fast_steps import Packer
 
     model = config.models[name]
-    packer = Packer(shape, vocab_size=vocab_size, device=torch.device("cuda", model.gpus[0]))
+    share = SHARED_PART if len(config.sharing(model.gpus[0])) > 1 else 1.0
+    packer = Packer(shape, vocab_size=vocab_size, device=torch.device("cuda", model.gpus[0]), share=share)
     log.info("%s: small steps run as one kernel%s", name, "; its weights are kept packed only" * packer.alone)
     return packer
 

@@ -102,7 +102,7 @@ class Events:
         needed = request.prompt_length + submit.sampling.max_tokens
         longest = self.scheduler.kv.max_context
         if request.prompt_length and needed <= longest:
-            self.scheduler.add(request)
+            self.outcomes.begin(request)
         else:
             problem = f"{needed} tokens of prompt and answer; the model takes {longest}"
             self.outcomes.finish(request, "error", 0, problem)

@@ -6,18 +6,15 @@ number of the hand-off that gave it the request, and whatever is not newer than 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 
-from algorithms.base import Handoff, OutputView
-from ipc.messages import MODEL_UNKNOWN, Abort, Nack, NackReason, PeerReq, pack_ids, unpack_ids
+from ipc.messages import MODEL_UNKNOWN, Abort, Nack, NackReason, PeerReq, Warm, pack_ids, unpack_ids
+from trouterd.worker.answers import accepted, combined, suffix_for
 from trouterd.worker.outbound import Outbound
 from trouterd.worker.request import GENERATION, NO_TOKEN, Request, State
 from trouterd.worker.scheduler import Scheduler
 from trouterd.worker.stats import Stats
-
-log = logging.getLogger(__name__)
 
 
 class Handoffs:
@@ -44,6 +41,16 @@ class Handoffs:
 
     # Sending
 
+    def warm(self, request: Request) -> None:
+        """Entry: tell the peers of a new request, so that their prefill overlaps this model's decoding."""
+        request.warm = True
+        if not request.route.algorithm.warms_peers:
+            return
+        message = Warm(request.submit, self.index)
+        for model, worker in enumerate(request.route.workers):
+            if request.known[model] == MODEL_UNKNOWN and self.outbound.offer(worker, message):
+                request.known[model] = 0
+
     def send(self, request: Request, model: int, held: int) -> bool | None:
         """Hand the request to a model of its route; False when that one cannot be reached and the request stays here, None when it
         stays for a fault of the algorithm.
@@ -59,7 +66,7 @@ class Handoffs:
             return False
         if route.side != 0 and model != 0 and not self.stream(request, holder=target):
             return False
-        handoff = _suffix_for(request, model)
+        handoff = suffix_for(request, model)
         if handoff is None:
             return None
         unknown = request.known[model] < 0
@@ -187,7 +194,7 @@ class Handoffs:
         if message.start < request.output_length or request.scores:
             request.cut(message.start)
             self.scheduler.truncate(request)
-        if _accepted(request, ids, message.payload) < len(ids):
+        if accepted(request, ids, message.payload) < len(ids):
             # The entry has streamed them: a visit cannot go on from anything else.
             self.outbound.post(message.source, Nack(message.rid, self.index, message.handoff_seq, NackReason.ERROR))
             return None
@@ -230,9 +237,9 @@ class Handoffs:
     def _apply(self, request: Request, message: PeerReq) -> None:
         skip = request.output_length - message.start
         ids = unpack_ids(message.token_ids).tolist()[skip:]
-        accepted = _accepted(request, ids, message.payload)
-        whole = accepted == len(ids)
-        self._take_in(request, ids[:accepted], message.writers[skip : skip + accepted], message.partial and whole)
+        count = accepted(request, ids, message.payload)
+        whole = count == len(ids)
+        self._take_in(request, ids[:count], message.writers[skip : skip + count], message.partial and whole)
         request.forwards = _most(request.forwards, message.forwards)
         length = request.output_length
         request.known = [min(k, length) for k in message.known]
@@ -253,7 +260,8 @@ class Handoffs:
         else:
             request.stall = message.stall
             request.handoff_sent_ns = message.sent_ns
-            self._back_here(request)
+            if not self._combine(request, message):
+                self._back_here(request)
         self.on_tokens(request)
 
     def _take_in(self, request: Request, ids: list[int], writers: bytes, going_on: bool) -> None:
@@ -273,6 +281,16 @@ class Handoffs:
             self.scheduler.truncate(request)
         for token, writer in zip(ids[same:], writers[same:], strict=True):
             request.append(token, writer)
+
+    def _combine(self, request: Request, message: PeerReq) -> bool:
+        """Write the token that the algorithm makes of a payload, if it makes one; True when that ends the answer."""
+        token = combined(request, message.payload) if message.payload else None
+        if token is None:
+            return False
+        request.finish, request.trim = request.finish_reason(token)
+        request.append(token, request.route.workers.index(message.source))
+        self.stats.tokens += 1
+        return request.over
 
     def nacked(self, message: Nack) -> Request | None:
         """Sender: a hand-off was not taken. Returns the request when it is here again and its held token should be committed."""
@@ -325,31 +343,6 @@ def _fresh(request: Request, message: PeerReq) -> bool:
     if message.partial:
         return message.handoff_seq >= request.handoff_seq
     return message.handoff_seq > request.handoff_seq
-
-
-def _suffix_for(request: Request, model: int) -> Handoff | None:
-    """What the algorithm wants to send; None when it fails."""
-    try:
-        handoff = request.route.algorithm.send(_view(request), model)
-        # Conversions, so that a wrong type is a fault of the algorithm here and not of the worker later.
-        return Handoff(int(handoff.start), int(handoff.loc), bytes(handoff.payload))
-    except Exception:  # code of users: its faults keep the request here
-        log.exception("route '%s': send() failed; the request stays", request.route.name)
-        return None
-
-
-def _accepted(request: Request, ids: list[int], payload: bytes) -> int:
-    """How many of the ids that came the algorithm takes; none when it fails."""
-    try:
-        return max(0, min(int(request.route.algorithm.receive(_view(request), ids, payload)), len(ids)))
-    except Exception:  # code of users: its faults cost tokens of this request only
-        log.exception("route '%s': receive() failed; %d tokens are not taken", request.route.name, len(ids))
-        return 0
-
-
-def _view(request: Request) -> OutputView:
-    tokens = request.tokens[: request.settled] if request.scores else request.tokens
-    return OutputView(tokens, request.prompt_length, request.known, request.scratch)
 
 
 def _suffix(request: Request, start: int, stop: int) -> bytes:

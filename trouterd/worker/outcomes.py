@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ipc.messages import Finish, NackReason
 from trouterd.worker.active import ActiveCounts
-from trouterd.worker.decision import FAILED
+from trouterd.worker.decision import FAILED, first_writer
 from trouterd.worker.drafting import Drafting, Later
 from trouterd.worker.handoff import Handoffs
 from trouterd.worker.outbound import Outbound
@@ -42,6 +42,19 @@ class Outcomes:
         self.active = active
         self.stats = stats
         self.drafting = Drafting(self, later)
+
+    def begin(self, request: Request) -> None:
+        """Entry: a new request goes to the model that writes its first token."""
+        destination = first_writer(request)
+        if destination == FAILED:
+            self.fail_one(request)
+            return
+        if destination and self.handoffs.send(request, request.route.model_at(destination), NO_TOKEN):
+            self.handoffs.warm(request)
+            return
+        self.scheduler.add(request)
+        if destination:
+            self.not_taken(request, NO_TOKEN)
 
     def commit(self, outcome: Outcome) -> None:
         """Apply a step that has ended; what it says of requests that have moved on since its launch is void."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Any
 
 from algorithms.drafting import Drafter
 from ipc.messages import MODEL_UNKNOWN, PeerReq, Submit, unpack_ids
@@ -72,7 +73,7 @@ class Request:
     """Rewrite family: the token that was dropped at the hand-off, committed if the peer does not take the request."""
     holder: int = 0
     """Route index of the model that has the request."""
-    scratch: dict[str, float] = field(default_factory=dict)
+    scratch: dict[str, Any] = field(default_factory=dict)
     """The algorithm's per-request state on this side."""
     streamed: int = 0
     """Entry: output tokens that went to the api; visitor: that went to the entry."""

@@ -64,6 +64,8 @@ class ModelFacts:
     device: torch.device
     embedding: torch.Tensor | None = None
     """The model's embedding, which some algorithms look tokens up in; None for a script."""
+    defer: torch.Tensor | None = None
+    """The row that a model of Co-LLM has beside its vocabulary."""
 
 
 def build_routes(
@@ -88,7 +90,7 @@ def build_routes(
         params = validate_params(definition, route.params, route.models)
         side = route.models.index(model)
         context = RouteContext(
-            tuple(route.models), side, facts.vocab_size, facts.hidden_size, facts.device, facts.embedding
+            tuple(route.models), side, facts.vocab_size, facts.hidden_size, facts.device, facts.embedding, facts.defer
         )
         routes[name] = WorkerRoute(
             name=name,

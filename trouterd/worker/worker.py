@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 
-from ipc.messages import NackReason, Warm
+from ipc.messages import NackReason
 from models.batch import ModelRunner
 from models.kv_cache import KvCache
 from models.resident import is_resident
@@ -21,7 +21,7 @@ from trouterd.worker.outbound import Outbound
 from trouterd.worker.outcomes import Outcomes
 from trouterd.worker.pipeline import PipelinedStepper
 from trouterd.worker.registry import Registry
-from trouterd.worker.request import Request, State
+from trouterd.worker.request import State
 from trouterd.worker.route import WorkerRoute
 from trouterd.worker.scheduler import Chunk, Scheduler
 from trouterd.worker.stats import Stats
@@ -254,15 +254,7 @@ class Worker:
                 self.stats.handoff_started((now - request.handoff_sent_ns) * 1e-9)
                 request.handoff_sent_ns = 0
             if request.is_entry and not request.warm and len(request.route.workers) > 1:
-                self._warm_peers(request)
-
-    def _warm_peers(self, request: Request) -> None:
-        """Tell the peers at admission, so that their prefill overlaps this model's decoding."""
-        request.warm = True
-        message = Warm(request.submit, self.index)
-        for model, worker in enumerate(request.route.workers):
-            if worker != self.index and self.outbound.offer(worker, message):
-                request.known[model] = 0
+                self.handoffs.warm(request)
 
     def _refuse_blocked(self) -> bool:
         """Refuse a visitor that can never get room here; True when there was one."""

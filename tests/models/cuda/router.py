@@ -42,7 +42,7 @@ def router_file(path: Path, sizes: Sizes, threshold: float) -> Path:
     linear("logits_projection", sizes.hidden, sizes.top)
     linear("combined_projection", sizes.width, 3 * sizes.hidden)
     linear("backbone.input_projection", sizes.width, sizes.width)
-    for index, (before, after) in enumerate(zip([sizes.width, *widths], widths, strict=False)):
+    for index, (before, after) in enumerate(zip(widths, [*widths[1:], widths[-1]], strict=True)):
         block = f"backbone.blocks.{index}"
         norm(f"{block}.layer_norm", before)
         linear(f"{block}.mlp.0", before * sizes.expansion, before)
