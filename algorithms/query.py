@@ -75,8 +75,13 @@ class QueryWeak(Algorithm):
         """1 in the first row of an answer that goes to the strong model only now."""
         if self._head is None:
             return torch.zeros_like(step.tokens)
-        score = 1 - self._head(step.hidden)
-        return ((score >= step.params["threshold"]) & (step.index == 0)).long()
+        return ((self.scores(step) >= step.params["threshold"]) & (step.index == 0)).long()
+
+    def scores(self, step: StepResult) -> torch.Tensor:
+        """[R] float32 scores of source "hidden". Raises ValueError for the other ones, which need no step."""
+        if self._head is None:
+            raise ValueError(f"source '{self._source}' scores prompts, not steps")
+        return 1 - self._head(step.hidden)
 
 
 class QueryStrong(Algorithm):

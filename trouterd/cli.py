@@ -1,4 +1,4 @@
-"""trouterd: serve, check and print a configuration, or show the demo. `trouterd --help` imports nothing heavy."""
+"""trouterd: serve, check and print a configuration, train router heads, show the demo. `trouterd --help` imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from trouterd import __version__, logs
 from trouterd.config import Config
 from trouterd.settings import DEFAULT_FILE, ConfigError, load
+from trouterd.training import command as training
+from trouterd.training.faults import TrainingError
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -21,7 +24,7 @@ EXIT_TEMPORARY = 75
 EXIT_CONFIG = 78
 EPILOG = """\
 Exit codes: 0 done (serve: drained), 1 failed or forced to stop, 2 wrong usage, 75 an address is in use by another
-process, 78 the configuration or a model is at fault. 75 and 78 are EX_TEMPFAIL and EX_CONFIG of sysexits.h."""
+process, 78 the configuration, a model or the prompts are at fault. 75 and 78 are EX_TEMPFAIL and EX_CONFIG of sysexits.h."""
 DEMO_CONFIG = """\
 [models.small]
 path = "builtin:small"
@@ -49,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except ConfigError as error:
         return _complain(error.problems, EXIT_CONFIG)
+    except TrainingError as error:
+        return _complain([str(error)], EXIT_CONFIG)
     except ForeignPackageError as error:
         return _complain([str(error)], EXIT_FAILURE)
     except KeyboardInterrupt:
@@ -84,9 +89,31 @@ def _parser() -> argparse.ArgumentParser:
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(run=_version)
 
+    _add_training(commands)
+
     demo = commands.add_parser("demo", help="start a daemon on the built-in pair of models and show what routing does")
     demo.set_defaults(run=_demo)
     return parser
+
+
+def _add_training(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    shape = argparse.RawDescriptionHelpFormatter
+    train = commands.add_parser(
+        "train", help="train a router head for two models", epilog=training.EPILOG, formatter_class=shape
+    )
+    _add_configuration(train)
+    training.add_train(train)
+    train.set_defaults(run=_train)
+
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="find a route's threshold for a share of the large model",
+        epilog=training.EPILOG,
+        formatter_class=shape,
+    )
+    _add_configuration(calibrate)
+    training.add_calibrate(calibrate)
+    calibrate.set_defaults(run=_calibrate)
 
 
 def _add_configuration(parser: argparse.ArgumentParser) -> None:
@@ -110,17 +137,24 @@ def _pair(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _load(options: argparse.Namespace, *, check: bool = True, need_file: bool = True) -> Config:
+def _load(
+    options: argparse.Namespace,
+    *,
+    check: bool = True,
+    need_file: bool = True,
+    given: Mapping[str, Any] | None = None,
+) -> Config:
+    """The configuration; `given` is what the command itself sets, in place of a file."""
     path: Path | None = options.config
-    if path is None and Path(DEFAULT_FILE).is_file():
+    if path is None and given is None and Path(DEFAULT_FILE).is_file():
         path = Path(DEFAULT_FILE)
-    if path is None and need_file:
+    if path is None and need_file and given is None:
         raise ConfigError([f"no {DEFAULT_FILE} in {Path.cwd()}; name one with -c FILE (or try: trouterd demo)"])
     overrides = list(options.set)
     for flag in ("socket", "listen", "control"):
         if getattr(options, flag, None) is not None:
             overrides.append((f"server.{flag}", getattr(options, flag)))
-    return load(path, os.environ, overrides, check=check)
+    return load(path, os.environ, overrides, check=check, given=given)
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -166,6 +200,16 @@ def _config(options: argparse.Namespace) -> int:
 def _version(options: argparse.Namespace) -> int:
     del options
     sys.stdout.write(f"trouterd {__version__}\n")
+    return EXIT_OK
+
+
+def _train(options: argparse.Namespace) -> int:
+    training.train(options, lambda given: _load(options, given=given))
+    return EXIT_OK
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    training.calibrate(options, _load(options))
     return EXIT_OK
 
 

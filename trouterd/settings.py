@@ -44,7 +44,7 @@ _PATH_KEYS = {
     ("models", "tokenizer"),
     ("routes", "algorithm"),
 }
-_PATH_PARAMS = {"checkpoint"}
+PATH_PARAMS = {"checkpoint"}
 """Parameters of algorithms that name files."""
 
 
@@ -66,7 +66,12 @@ class Source:
 
 
 def load(
-    path: Path | None, environ: Mapping[str, str], overrides: Iterable[tuple[str, str]] = (), *, check: bool = True
+    path: Path | None,
+    environ: Mapping[str, str],
+    overrides: Iterable[tuple[str, str]] = (),
+    *,
+    check: bool = True,
+    given: Mapping[str, Any] | None = None,
 ) -> Config:
     """The effective configuration.
 
@@ -75,11 +80,14 @@ def load(
         environ: environment variables; those that name no section are not ours.
         overrides: dotted key and text of each flag, in order.
         check: also check that models and routes fit together and that files are there.
+        given: what a command sets itself, in place of a file: a nested dict like the file's.
 
     Raises:
         ConfigError: with every problem found, not only the first.
     """
     sources = [_file_source(path)] if path else []
+    if given is not None:
+        sources.insert(0, Source("command line", dict(given), Path.cwd()))
     merged: dict[str, Any] = copy.deepcopy(sources[0].tree) if sources else {}
     unknown: list[str] = []
     for origin, pairs in (("environment", _variables(environ, merged)), ("flag", list(overrides))):
@@ -305,7 +313,7 @@ def _absolute(source: Source) -> dict[str, Any]:
 def _resolve_params(params: Any, folder: Path) -> None:
     """Make paths among an algorithm's parameters absolute."""
     if isinstance(params, dict):
-        for name in _PATH_PARAMS & params.keys():
+        for name in PATH_PARAMS & params.keys():
             if isinstance(params[name], str) and params[name]:
                 params[name] = str(folder / params[name])
 

@@ -116,7 +116,7 @@ def _load_on_cpu(name: str, model: Model, shape: Shape) -> Loaded:
     room = model_room(name, model, shape)
     log.info("%s: KV pool of %d tokens, %.0f MiB", name, room.pages * room.page_size, room.kv_bytes / 2**20)
     try:
-        runner = _torch_runner(model, shape, room.pages, room.context)
+        runner = open_torch_runner(model, shape, room.pages, room.context)
     except RuntimeError as error:  # torch has no narrower one for memory that it cannot get
         if not _is_lack_of_memory(error):
             raise
@@ -139,7 +139,7 @@ def _load_on_gpu(name: str, config: Config, shape: Shape, host: Host) -> Loaded:
     weights: Weights
     try:
         if backend.name == "torch":
-            runner = _torch_runner(model, shape, _pages(context, model), context)
+            runner = open_torch_runner(model, shape, _pages(context, model), context)
             weights = TorchWeights(runner, shape.kv_bytes_per_token(model.element_bytes) * model.page_size)
             facts = _facts(runner, device)
         else:
@@ -218,7 +218,8 @@ def _packer(name: str, config: Config, shape: Shape, vocab_size: int, host: Host
     return packer
 
 
-def _torch_runner(model: Model, shape: Shape, pages: int, context: int) -> PooledRunner:
+def open_torch_runner(model: Model, shape: Shape, pages: int, context: int) -> PooledRunner:
+    """A model with weights on the `torch` backend, on any device. Raises ModelError."""
     load = TorchRunner.load if isinstance(shape, ModelConfig) else TransformersRunner.load
     runner: PooledRunner = load(
         Path(model.path),

@@ -1,0 +1,1 @@
+"""Trains router heads and calibrates thresholds for a pair of models: `trouterd train` and `trouterd calibrate`."""
