@@ -13,6 +13,8 @@ from algorithms.base import MOST_MODELS, Algorithm, Definition, StepResult
 class Stay(Algorithm):
     """Both families at once: nothing is ever handed over."""
 
+    warms_peers = False
+
     def route(self, step: StepResult) -> torch.Tensor:
         """Always 0."""
         return torch.zeros_like(step.tokens)

@@ -2,7 +2,8 @@
 
 Order of operations, as in the OpenAI-compatible servers: repetition penalty and biases on the raw logits, temperature,
 top_k, top_p (over what top_k left), min_p (relative to the likeliest token). A greedy row (temperature 0) takes the
-largest logit after penalty and biases; the lowest id wins a tie, at every cut as well.
+largest logit after penalty and biases; the lowest id wins a tie, at every cut as well. top_p counts in the integers of
+`models.mass`, so that every device cuts at the same id.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from models import rng
+from models.mass import mass, share
 
 _NEVER = float("-inf")
 
@@ -152,7 +154,7 @@ def _filtered(logits: torch.Tensor, rows: SamplingRows, chosen: npt.NDArray[np.i
         logits = logits.index_copy(0, index, _cut_tail(logits[index], top_k, top_p))
     if rows.min_p[chosen].any():
         # log 0 = -inf: a row without min_p keeps everything.
-        margin = torch.from_numpy(rows.min_p[chosen]).to(device).log()[:, None]
+        margin = torch.from_numpy(rows.min_p[chosen]).to(device).double().log().float()[:, None]
         logits = logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + margin, _NEVER)
     return logits
 
@@ -162,7 +164,9 @@ def _cut_tail(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) ->
     ranked, ids = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     ranked = ranked.masked_fill((top_k > 0) & (rank >= top_k), _NEVER)
-    mass = ranked.double().softmax(dim=-1)
-    before = mass.cumsum(dim=-1) - mass
-    drop = (before >= top_p) & (top_p < 1) & (rank > 0)
-    return torch.full_like(logits, _NEVER).scatter_(1, ids, ranked.masked_fill(drop, _NEVER))
+    if (top_p < 1).any():
+        masses = mass(ranked)
+        before = masses.cumsum(dim=-1).sub_(masses)
+        drop = (before >= share(top_p, masses.sum(dim=-1, keepdim=True))) & (top_p < 1) & (rank > 0)
+        ranked = ranked.masked_fill(drop, _NEVER)
+    return torch.full_like(logits, _NEVER).scatter_(1, ids, ranked)

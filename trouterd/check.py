@@ -12,7 +12,8 @@ from models.shape import Shape, load_shape
 from models.tokenizer import Tokenizer
 from models.transformers_config import TransformersConfig
 from models.weights import Checkpoint, locate
-from trouterd.config import Config, Model
+from trouterd.config import Config, Model, Route
+from trouterd.settings import PATH_PARAMS
 from trouterd.worker.gpu_check import Host, choose_backend, device_problem, may_use_megakernel, memory_problems
 from trouterd.worker.room import gpu_context, model_room, script_room
 
@@ -127,3 +128,12 @@ def _algorithm_problems(name: str, config: Config) -> Iterable[str]:
     except AlgorithmError as error:
         key = "models" if error.key == "models" else f"params.{error.key}" if error.key else "algorithm"
         yield f"routes.{name}.{key}: {error}"
+    yield from _absent_files(name, route)
+
+
+def _absent_files(name: str, route: Route) -> Iterable[str]:
+    """Checkpoints are looked for here only: the configuration of a head that is still to be trained is valid."""
+    for key in PATH_PARAMS & route.params.keys():
+        path = route.params[key]
+        if isinstance(path, str) and path and not Path(path).exists():
+            yield f"routes.{name}.params.{key}: no file or directory {path}"

@@ -251,7 +251,10 @@ class Route(Section, frozen=True):
     ] = "none"
     params: Annotated[
         dict[str, Any],
-        Meta(description="The algorithm's parameters (docs/algorithms.md); numbers are live.", extra=LIVE),
+        Meta(
+            description="The algorithm's parameters (docs/algorithms.md); numbers and lists of numbers are live.",
+            extra=LIVE,
+        ),
     ] = {}
     on_peer_loss: Annotated[
         Literal["fallback", "fail"],

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trouterd.batching.arguments import add_actions
 from trouterd.control import Call, ControlError, Reply, pack_frame, receive_frame
+from trouterd.table import cell, table
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_NO_DAEMON, EXIT_REFUSED = range(5)
 ANSWER_TIMEOUT = 30.0
@@ -28,7 +30,9 @@ class NoDaemonError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `trouterctl`; returns the exit code."""
-    options = _parser().parse_args(argv, argparse.Namespace(control="", json=False, wait=False))
+    options = _parser().parse_args(argv, argparse.Namespace(control="", json=False, wait=False, local=None))
+    if options.local is not None:
+        return int(options.local(options))
     try:
         with _connect(_control_path(options.control)) as link:
             reply = _ask(link, options.verb, _arguments(options))
@@ -81,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     drain = add("drain", "finish what runs, take nothing new, and exit; the same as SIGTERM")
     drain.add_argument("--wait", action="store_true", default=argparse.SUPPRESS, help="return when the daemon is gone")
     add("flush-cache", "forget all cached prefixes that no request uses")
+    add_actions(add("batching", "delayed batching: thresholds and what they are worth"), shared)
     return parser
 
 
@@ -138,7 +143,7 @@ def _status_lines(status: Mapping[str, Any]) -> Iterable[str]:
     yield f"listening on {' and '.join(status['addresses']) or 'nothing'}"
     yield ""
     head = ("PROCESS", "STATE", "PID", "EPOCH", "RESTARTS", "UPTIME", "MEMORY", "STEPS")
-    yield from _table(
+    yield from table(
         head,
         [
             (
@@ -155,7 +160,7 @@ def _status_lines(status: Mapping[str, Any]) -> Iterable[str]:
         ],
     )
     yield ""
-    yield from _table(
+    yield from table(
         ("RING", "FILL", "SPILLED", "SENT", "FULL"),
         [
             (
@@ -173,15 +178,15 @@ def _status_lines(status: Mapping[str, Any]) -> Iterable[str]:
         yield f"{name}:"
         for key, value in report.items():
             if isinstance(value, Mapping):
-                value = ", ".join(f"{part} {_cell(number)}" for part, number in value.items()) or "-"
+                value = ", ".join(f"{part} {cell(number)}" for part, number in value.items()) or "-"
             if value != name:  # a worker's report names its model
-                yield f"  {key:<18} {_cell(value)}"
+                yield f"  {key:<18} {cell(value)}"
 
 
 def _models_lines(answer: Mapping[str, Any]) -> Iterable[str]:
     head = ("MODEL", "STATE", "DEVICE", "CONTEXT", "KV TOKENS", "PATH")
     columns = ("name", "state", "device", "context", "kv_tokens", "path")
-    yield from _table(head, [[model.get(column, "") for column in columns] for model in answer["models"]])
+    yield from table(head, [[model.get(column, "") for column in columns] for model in answer["models"]])
     yield ""
     rows = [
         (
@@ -192,7 +197,7 @@ def _models_lines(answer: Mapping[str, Any]) -> Iterable[str]:
         )
         for route in answer["routes"]
     ]
-    yield from _table(("ROUTE", "MODELS", "ALGORITHM", "PARAMETERS"), rows)
+    yield from table(("ROUTE", "MODELS", "ALGORITHM", "PARAMETERS"), rows)
 
 
 def _requests_lines(answer: Mapping[str, Any]) -> Iterable[str]:
@@ -201,7 +206,7 @@ def _requests_lines(answer: Mapping[str, Any]) -> Iterable[str]:
             yield f"{title}: {rows['error']}"
         elif rows:
             yield f"{title}:"
-            yield from _table([key.upper() for key in rows[0]], [list(row.values()) for row in rows])
+            yield from table([key.upper() for key in rows[0]], [list(row.values()) for row in rows])
         else:
             yield f"{title}: no request"
 
@@ -235,18 +240,6 @@ _PRINTERS: dict[str, Callable[[Any], Iterable[str]]] = {
     "drain": _drain_lines,
     "flush-cache": _flush_lines,
 }
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterable[str]:
-    """Columns as wide as their widest cell."""
-    cells = [list(map(_cell, row)) for row in [head, *rows]]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

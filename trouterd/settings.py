@@ -44,7 +44,7 @@ _PATH_KEYS = {
     ("models", "tokenizer"),
     ("routes", "algorithm"),
 }
-_PATH_PARAMS = {"checkpoint"}
+PATH_PARAMS = {"checkpoint"}
 """Parameters of algorithms that name files."""
 
 
@@ -313,7 +313,7 @@ def _absolute(source: Source) -> dict[str, Any]:
 def _resolve_params(params: Any, folder: Path) -> None:
     """Make paths among an algorithm's parameters absolute."""
     if isinstance(params, dict):
-        for name in _PATH_PARAMS & params.keys():
+        for name in PATH_PARAMS & params.keys():
             if isinstance(params[name], str) and params[name]:
                 params[name] = str(folder / params[name])
 

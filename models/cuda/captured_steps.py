@@ -131,6 +131,7 @@ class CudaSteps:
         for number in self._decided:
             self._answer(number, output, 1)
         self._kernels.end(device_rows)
+        self._kernels.fetch(1)
         torch.cuda.synchronize(self._device)
 
     def _capture_shape(self, total: int, wanted: int) -> _ShapeGraphs:
@@ -143,17 +144,25 @@ class CudaSteps:
             made[:] = [self._decoder.forward(rows)]
             return made[0]
 
+        def fetch() -> None:
+            kernels.fetch(total)
+
         def plain() -> None:
-            kernels.draw(rows, begin().logits, ends=True)
+            output = begin()
+            with pool.beside(fetch):
+                kernels.draw(rows, output.logits, ends=True)
 
         def whole(number: int) -> None:
             output = begin()
-            kernels.draw(rows, output.logits, ends=False)
-            self._answer(number, output, wanted)
-            kernels.end(rows)
+            with pool.beside(fetch):
+                kernels.draw(rows, output.logits, ends=False)
+                self._answer(number, output, wanted)
+                kernels.end(rows)
 
         def first() -> None:
-            kernels.draw(rows, begin().logits, ends=False)
+            output = begin()
+            with pool.beside(fetch):
+                kernels.draw(rows, output.logits, ends=False)
 
         pool.warm_up(lambda: self._decoder.forward(rows))
         graph = pool.capture(plain)
@@ -202,14 +211,25 @@ class CudaSteps:
         graphs = self._graphs.get(shape)
         replays = self._replays(graphs, routes) if graphs is not None else []
         if replays:
-            self._kernels.inbox.write(self._turn, rows, runs, self._changes(), len(rows.logit_rows))
-            self._replaying(*shape)
-            for graph in replays:
-                graph.replay()
+            self._replay(shape, replays, rows, runs, len(rows.logit_rows))
         else:
             self._launch_plainly(rows, runs, routes)
         self._turn += 1
         self._open.append((number, len(rows.logit_rows)))
+
+    def _replay(
+        self, shape: Shape, graphs: list[torch.cuda.CUDAGraph], rows: StepRows, runs: Runs, decided: int
+    ) -> None:
+        changes = self._changes()
+        try:
+            self._kernels.inbox.write(self._turn, rows, runs, changes, decided)
+            self._replaying(*shape)
+            for graph in graphs:
+                graph.replay()
+        except BaseException:
+            # The next launch takes the same turn.
+            self._kernels.forget()
+            raise
 
     def _changes(self) -> Int32Array:
         """Pending changes for the inbox; more than it holds go ahead at once."""
@@ -266,9 +286,7 @@ class CudaSteps:
             with torch.inference_mode():
                 output = self._decoder.forward(self._placed(rows, runs, 0), runs)
         else:
-            self._kernels.inbox.write(self._turn, rows, runs, self._changes(), 0)
-            self._replaying(*shape)
-            graphs.plain.replay()
+            self._replay(shape, [graphs.plain], rows, runs, 0)
             self._turn += 1
             output = StepOutput(graphs.output.logits[:count], graphs.output.hidden[:count])
         torch.cuda.current_stream(self._device).synchronize()

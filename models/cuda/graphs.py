@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -17,6 +17,7 @@ class GraphPool:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._branch = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[[], object]) -> None:
@@ -47,6 +48,18 @@ class GraphPool:
                 self._release()
                 raise
         return graph
+
+    @contextmanager
+    def beside(self, work: Callable[[], object]) -> Iterator[None]:
+        """Enqueue `work`, which allocates nothing, on a branch of its own beside what is enqueued inside."""
+        stream = torch.cuda.current_stream(self._device)
+        self._branch.wait_stream(stream)
+        with torch.cuda.stream(self._branch):
+            work()
+        try:
+            yield
+        finally:
+            stream.wait_stream(self._branch)
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         try:

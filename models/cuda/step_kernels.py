@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import platform
+
 import torch
 import triton
 
 from models.cuda.inbox import Inbox
 from models.cuda.kernels.choose import choose
 from models.cuda.kernels.finish import finish
-from models.cuda.kernels.ingest import ingest
-from models.cuda.kernels.scan import IDS, QUANTITIES, scan
+from models.cuda.kernels.ingest import fetch, ingest
+from models.cuda.kernels.nucleus import weigh
+from models.cuda.kernels.scan import GROUPS, IDS, QUANTITIES, scan
 from models.cuda.record_ring import RecordRing
 from models.device_routes import RouteInputs
 from models.rows import Rows
@@ -20,7 +23,11 @@ _CHUNK = 2048
 _LIST = 8192
 """Candidates that a cut takes from a list; more are read from the logits, more slowly."""
 _TILE = 1024
+_BUCKETS = 1024
+"""Of the mass of a row with top_p; the list takes one of them."""
 _BLOCK = 256
+_ORDERED = platform.machine() in ("x86_64", "AMD64")
+"""Whether a device sees the host's stores in program order: see `kernels.ingest`."""
 _PROGRAMS = 264
 """Programs of a choice: what a large GPU holds at once."""
 
@@ -47,8 +54,9 @@ class StepKernels:
         self._on_device = on_device
         self.inbox = Inbox(entries, rows, pinned=on_device)
         self.records = RecordRing(entries, wanted, pinned=on_device)
-        self.clock = torch.zeros(2, dtype=torch.int64, device=device)
-        """Turns done; start of the turn in progress."""
+        self.clock = torch.zeros(3, dtype=torch.int64, device=device)
+        """Turns done; start of the turn in progress; the turn after it."""
+        self._fetched = torch.zeros(self.inbox.entry_words, dtype=torch.int32, device=device)
         self._rows = torch.zeros(5, rows, dtype=torch.int32, device=device)
         self._logit_rows = torch.zeros(rows, dtype=torch.int32, device=device)
         self._decided = torch.zeros(1, dtype=torch.int32, device=device)
@@ -58,6 +66,12 @@ class StepKernels:
         self._candidates = torch.zeros(2, wanted, _LIST, dtype=torch.int32, device=device)
         self.counters = torch.zeros(2, wanted + 1, dtype=torch.int32, device=device)
         """Of candidates and of programs that are done; zero between steps."""
+        self._groups = torch.zeros(wanted, self._chunks * GROUPS.value, device=device)
+        self._scales = torch.zeros(wanted, device=device)
+        self.masses = torch.zeros(wanted, _BUCKETS, dtype=torch.int64, device=device)
+        """By bucket; zero between steps."""
+        self._scores = torch.zeros(wanted, self._chunks, dtype=torch.float64, device=device)
+        self._names = torch.zeros(wanted, self._chunks, dtype=torch.int32, device=device)
         self._numbers = torch.zeros(4, wanted, dtype=torch.int64, device=device)
         self._row_route = torch.zeros(wanted, dtype=torch.int32, device=device)
         self._routes = 0
@@ -99,6 +113,7 @@ class StepKernels:
         ring = entry is None
         ingest[(1,)](
             inbox.memory if entry is None else entry,
+            self._fetched,
             self.clock,
             self._slots.cells,
             rows.tokens,
@@ -118,32 +133,65 @@ class StepKernels:
             num_warps=8,
         )
 
+    def fetch(self, likely: int) -> None:
+        """After `take_in`, beside what follows: bring the next turn's entry of `likely` rows here, if it is there already."""
+        if not _ORDERED:
+            return
+        fetch[(1,)](
+            self.inbox.memory,
+            self._fetched,
+            self.clock,
+            self.inbox.entries,
+            self.inbox.entry_words,
+            self.inbox.span,
+            likely,
+            BLOCK=_BLOCK,
+            ON_DEVICE=self._on_device,
+            num_warps=8,
+        )
+
+    def forget(self) -> None:
+        """What has been fetched is void: the entry is written again."""
+        self._fetched.zero_()
+
     def draw(self, rows: Rows, logits: torch.Tensor, *, ends: bool) -> None:
         """A token for every decided logit row; with `ends` the step ends there, else routes see their inputs."""
         count = len(rows.logit_rows)
         common = (self._slots.cells, rows.positions, rows.slots, rows.logit_rows, self._decided)
+        scanned = (logits, *common, self._quantities, self._found)
+        extent = (self._wanted, logits.stride(0), self._vocab)
         scan[(self._chunks, count)](
-            logits,
-            *common,
-            self._quantities,
-            self._found,
-            self._wanted,
-            logits.stride(0),
-            self._vocab,
+            *scanned,
+            self._groups,
+            *extent,
             CHUNK=_CHUNK,
             CHUNKS=self._chunks,
             num_warps=4,
         )
         parts = max(1, min(self._chunks, _PROGRAMS // count))
+        span = max(16, triton.next_power_of_2(self._chunks))
+        weigh[(parts, count)](
+            *scanned,
+            self._scales,
+            self.masses,
+            *extent,
+            CHUNK=_CHUNK,
+            CHUNKS=self._chunks,
+            SPAN=span,
+            BUCKETS=_BUCKETS,
+            num_warps=8,
+        )
         choose[(parts, count)](
-            logits,
-            *common,
-            self._quantities,
-            self._found,
+            *scanned,
+            self._groups,
             self._candidates[0],
             self._candidates[1],
             self.counters[0],
             self.counters[1],
+            self._scales,
+            self.masses,
+            self._scores,
+            self._names,
             self._numbers,
             self._params,
             self._row_route,
@@ -160,9 +208,10 @@ class StepKernels:
             int(ends),
             CHUNK=_CHUNK,
             CHUNKS=self._chunks,
-            SPAN=max(16, triton.next_power_of_2(self._chunks)),
+            SPAN=span,
             LIST=_LIST,
             TILE=_TILE,
+            BUCKETS=_BUCKETS,
             BLOCK=_BLOCK,
             ON_DEVICE=self._on_device,
             num_warps=8,

@@ -207,5 +207,5 @@ async def test_checkpoint_of_prompt_scores_that_is_not_there_is_fatal(tmp_path: 
     )
     async with running(tmp_path, config) as supervisor:
         fatal = await supervisor.receive(Fatal)
-        assert f"routes.ask.params.checkpoint: {params['checkpoint']}: No such file" in fatal.message
+        assert f"routes.ask.params: checkpoint: {params['checkpoint']}: No such file" in fatal.message
         assert await supervisor.role == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -173,15 +175,38 @@ async def test_classifier(tmp_path: Path, tokenizer: Tokenizer) -> None:
         assert len(service.services.scores._known) == 2
 
 
+async def test_texts_that_wait_for_a_slow_classifier(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams go on meanwhile; beyond a limit clients are told to come back."""
+    tiny_classifier(tmp_path / "classifier")
+    params = {"checkpoint": str(tmp_path / "classifier"), "threshold": 2}
+    service = stack(tokenizer, {"demo": route("query", source="classifier", **params), "plain": route("none")})
+    monkeypatch.setattr("trouterd.api.scores.MOST_WAITING", 2)
+    door = threading.Event()
+    scores = service.services.scores
+    scores._classifiers[params["checkpoint"]] = lambda text: float(door.wait(20))
+    async with service.serving(tmp_path) as client:
+        waiting = [asyncio.create_task(shares(client, prompt=text)) for text in "xy"]
+        await eventually(lambda: scores._waiting == 2)
+        assert await shares(client, "plain") == WEAK
+        status, answer = await client.post(TEXT, {"model": "demo", "prompt": "z"})
+        assert (status, answer["error"]["code"]) == (429, "overloaded")
+        door.set()
+        assert await asyncio.gather(*waiting) == [WEAK] * 2
+        assert await shares(client, prompt="z") == WEAK
+
+
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        ({"source": "classifier"}, "nothing-there: no config.json"),
-        ({"source": "mf"}, "nothing-there: No such file"),
+        ({"source": "classifier"}, "checkpoint: .*nothing-there: no config.json"),
+        ({"source": "mf"}, "checkpoint: .*nothing-there: No such file"),
+        ({"source": "mf", "strong": "x"}, "'strong': expected `int`, not 'x'"),
     ],
 )
 def test_checkpoints_that_are_not_there(tmp_path: Path, params: dict[str, Any], words: str) -> None:
     demo = route("query", threshold=0.5, checkpoint=str(tmp_path / "nothing-there"), **params)
     models = {name: Model(path=name) for name in ("small", "large")}
-    with pytest.raises(ScoreError, match=f"routes.demo.params.checkpoint: .*{words}"):
+    with pytest.raises(ScoreError, match=f"routes.demo.params: .*{words}"):
         Scores(Config(models=models, routes={"demo": demo}))

@@ -83,6 +83,14 @@ def test_algorithm_mistakes_name_their_key(route: dict[str, Any], key: str) -> N
     assert problem.startswith(f"{key}: ")
 
 
+def test_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "head.pth"
+    found = config(algorithm="citer", params={"checkpoint": str(checkpoint)})
+    assert deep_problems(found) == [f"routes.r.params.checkpoint: no file or directory {checkpoint}"]
+    checkpoint.touch()
+    assert deep_problems(found) == []
+
+
 def test_script_file(tmp_path: Path) -> None:
     script = tmp_path / "s.json"
     script.write_text('{"vocab_size": "many"}')

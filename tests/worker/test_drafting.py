@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ipc.messages import Sampling
+from models.batch import Batch, StepOutput
 from tests.algorithms import reference, reference_drafts
 from tests.algorithms.reference import Trace
 from tests.algorithms.reference_drafts import DraftTrace
@@ -222,6 +223,27 @@ async def test_nothing_provisional_is_streamed() -> None:
         await answer.done.wait()
         assert_same(answer, expected(case, PROMPT, {"max_tokens": 12, "ignore_eos": True}))
         await workers.settled()
+
+
+async def test_steps_want_no_more_logits_than_without_drafts() -> None:
+    """Drafts that a step has no logits left for are verified in the next one."""
+    workers = cluster(speculative(9), max_slots=40)
+    runner = workers.workers["large"].stepper.runner
+    step, wanted = runner.step, [0]
+
+    def counting(batch: Batch) -> StepOutput:
+        wanted.append(len(batch.logit_rows))
+        return step(batch)
+
+    runner.step = counting  # type: ignore[method-assign]
+    sampling = {"max_tokens": 30, "ignore_eos": True, "temperature": 1.0}
+    async with workers.running():
+        pairs = [workers.submit("demo", [*PROMPT, n], seed=n, **sampling) for n in range(36)]
+        await asyncio.gather(*(answer.done.wait() for _, answer in pairs))
+        await workers.settled()
+    assert max(wanted) == 64
+    for n, (_, answer) in enumerate(pairs):
+        assert answer.tokens == by_large([*PROMPT, n], sampling | {"seed": n}).tokens
 
 
 def test_the_cases_reach_what_they_are_for() -> None:

@@ -231,6 +231,10 @@ class Small(Drafter):
         return {score}
     def judge(self, drafts):
         return {judge}
+    def send(self, request, model):
+        return {send}
+    def receive(self, request, tokens, payload):
+        return {receive}
 class Large(Verifier):
     def accept(self, rows):
         return {accept}
@@ -239,6 +243,8 @@ ALGORITHM = Definition("broken", lambda side: Large if side else Small)
 FINE = {
     "score": "super().score(step)",
     "judge": "Verdict.VERIFY if len(drafts) == 2 else Verdict.DRAFT",
+    "send": "super().send(request, model)",
+    "receive": "len(tokens)",
     "accept": "super().accept(rows)",
 }
 
@@ -253,6 +259,9 @@ FINE = {
         ({"judge": "'verify'"}, "large of one draft"),
         ({"judge": "7"}, "error"),
         ({"accept": "1 / 0"}, "small"),
+        ({"send": "1 / 0"}, "small"),
+        ({"receive": "1"}, "large"),
+        ({"receive": "1 / 0"}, "small"),
         ({"accept": "rows.tokens[:1] == 0"}, "small"),
     ],
 )

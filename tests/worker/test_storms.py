@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ from hypothesis import strategies as st
 
 from ipc.messages import Sampling
 from tests.algorithms import reference
+from tests.algorithms.heads import write_defer
 from tests.harness import Cluster
-from tests.worker.lookup import LookupModel, LookupRunner
+from tests.worker.lookup import HIDDEN, LookupModel, LookupRunner
 from tests.worker.network import Job, Mood, Network
 from trouterd.config import Route
 
@@ -51,6 +54,10 @@ ALGORITHMS: list[tuple[int, str, dict[str, Any]]] = [
     (2, "query", {"source": "length", "threshold": 6}),
     (2, "query", {"source": "random", "threshold": 0.4}),
 ]
+
+FILES = tempfile.TemporaryDirectory()
+DEFER = write_defer(Path(FILES.name, "defer.safetensors"), HIDDEN)
+COMPOSING = {"checkpoint": str(Path(FILES.name, "defer.safetensors")), "threshold": 0.4, "mode": "compose"}
 
 chance = st.sampled_from([0.0, 0.0, 0.02, 0.1])
 moods = st.builds(
@@ -113,13 +120,26 @@ def job(cluster: Cluster, dice: random.Random) -> Job:
     return Job(dice.choice([*cluster.config.routes, *cluster.names]), prompt, sampling)
 
 
+def composed(entry: LookupModel, peer: LookupModel, ids: list[int]) -> int | None:
+    """The token that both models make."""
+
+    def score(ids: Sequence[int]) -> float:
+        return DEFER(entry.hidden[entry.row(ids)])
+
+    row = reference.Row(1, peer(ids).tolist(), 0, 0, 0, 0, ids, ())
+    return reference.collm(score, 0.0, entry=entry)(row).combined
+
+
 def check_answer(cluster: Cluster, done: Job) -> None:
     """Every token is the one that its writer draws there; the end is where it must be."""
     answer, sampling = done.answer, Sampling(**done.sampling)
     models = [MODELS[name] for name in cluster.config.all_routes()[done.route].models]
     for index, (token, writer) in enumerate(zip(answer.tokens, answer.writers, strict=True)):
-        logits = models[writer]([*done.prompt, *answer.tokens[:index]])
-        assert token == reference.draw(logits, sampling, index, []), f"request {done.rid}, output {index}"
+        ids = [*done.prompt, *answer.tokens[:index]]
+        possible = {reference.draw(models[writer](ids), sampling, index, [])}
+        if cluster.config.all_routes()[done.route].algorithm == "collm" and writer == 1:
+            possible.add(composed(models[0], models[1], ids))
+        assert token in possible, f"request {done.rid}, output {index}"
     ends = [index for index, token in enumerate(answer.tokens) if token == EOS and not sampling.ignore_eos]
     if done.lost:
         return
@@ -174,6 +194,20 @@ LATE_WORD = {
 @example(ALGORITHMS[6], LATE_WORD, Mood(full=0.4, stall=0.03, abort=0.02, lag=6), 608331)
 def test_storms(algorithm: tuple[int, str, dict[str, Any]], shape: dict[str, Any], mood: Mood, seed: int) -> None:
     asyncio.run(storm(algorithm, shape, mood, seed))
+
+
+@settings(quick, max_examples=10)
+@given(shapes, moods, st.integers(0, 2**32))
+def test_storms_over_tokens_that_two_models_make(shape: dict[str, Any], mood: Mood, seed: int) -> None:
+    asyncio.run(storm((2, "collm", COMPOSING), shape, mood, seed))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@full
+@given(shapes, moods, st.integers(0, 2**32))
+def test_storms_over_tokens_that_two_models_make_in_full(shape: dict[str, Any], mood: Mood, seed: int) -> None:
+    asyncio.run(storm((2, "collm", COMPOSING), shape, mood, seed))
 
 
 @pytest.mark.slow

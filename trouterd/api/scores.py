@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trouterd.api.catalog import Served
-from trouterd.api.errors import invalid
+from trouterd.api.engine import RETRY_AFTER
+from trouterd.api.errors import RequestError, invalid
 from trouterd.api.schema import RouteOverride
 from trouterd.config import Config, Route
 
@@ -26,7 +27,9 @@ ALGORITHM = "query"
 MOST_THREADS = 4
 """Of one classifier's arithmetic."""
 REMEMBERED = 4096
-"""Texts whose score is kept, per classifier."""
+"""Texts whose scores are kept."""
+MOST_WAITING = 256
+"""Texts that wait for their scores at once."""
 
 
 class ScoreError(Exception):
@@ -50,25 +53,28 @@ class Scores:
         self._known: dict[tuple[str, bytes], float] = {}
         """By path of the classifier and hash of the text, the oldest first."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="score", initializer=_leave_cores)
+        self._waiting = 0
         for name, route in config.routes.items():
             self._load(name, route)
 
     def _load(self, name: str, route: Route) -> None:
-        source, path = _source(route.algorithm, route.params), str(route.params.get("checkpoint", ""))
+        source = _source(route.algorithm, route.params)
         if source not in ("classifier", "mf"):
             return
         # Imports torch, which other configurations need not wait for.
         from algorithms.prompt_scores import Classifier, MatrixFactorization
-        from algorithms.registry import AlgorithmError
+        from algorithms.registry import AlgorithmError, load, validate_params
 
         try:
+            params: Any = validate_params(load(ALGORITHM), route.params, route.models)
+            path = params.checkpoint
             if source == "mf":
                 factors = self._factorizations[path] = MatrixFactorization(Path(path))
-                factors([0.0] * factors.embedding_size, **_rows(route.params))
+                factors([0.0] * factors.embedding_size, params.strong, params.weak)
             elif path not in self._classifiers:
                 self._classifiers[path] = Classifier(Path(path))
         except (AlgorithmError, ValueError) as error:
-            raise ScoreError(f"routes.{name}.params.{error}") from error
+            raise ScoreError(f"routes.{name}.params: {error}") from error
 
     async def of(
         self, served: Served, given: RouteOverride, params: Mapping[str, float], count: int, text: Callable[[int], str]
@@ -83,7 +89,7 @@ class Scores:
             text: what a prompt asks, by its number; called only where a model reads it.
 
         Raises:
-            RequestError: 400, something is missing, superfluous or does not fit.
+            RequestError: 400, something is missing, superfluous or does not fit; 429, too many texts wait.
         """
         source = _source(served.algorithm, served.params)
         _check_given(served, "score", given.score is not None, source == "field")
@@ -103,12 +109,21 @@ class Scores:
     async def _classified(self, path: str, text: str) -> float:
         key = path, hashlib.sha256(text.encode(errors="surrogatepass")).digest()
         if key not in self._known:
-            loop = asyncio.get_running_loop()
-            score = await loop.run_in_executor(self._thread, self._classifiers[path], text)
+            score = await self._ask(self._classifiers[path], text)
             while len(self._known) >= REMEMBERED:
                 del self._known[next(iter(self._known))]
             self._known[key] = score
         return self._known[key]
+
+    async def _ask(self, classifier: Classifier, text: str) -> float:
+        if self._waiting >= MOST_WAITING:
+            message = f"{self._waiting} prompts wait for their scores; retry later"
+            raise RequestError(429, "overloaded", message, retry_after=RETRY_AFTER)
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, classifier, text)
+        finally:
+            self._waiting -= 1
 
 
 def _leave_cores() -> None:

@@ -18,7 +18,7 @@ Later = Callable[[float, Callable[[], None]], None]
 """Has something done between two steps, after so many seconds."""
 
 PAUSES = (0.002, 0.004, 0.008, 0.016, 0.032, 0.064, *(0.125,) * 34)
-"""Seconds between the attempts to hand drafts to a peer that has no room: some 4.5 s, then the route's `on_peer_loss` applies."""
+"""Seconds between the attempts to hand drafts to a peer that has no room: some 4 s, then the route's `on_peer_loss` applies."""
 
 _PEER = 1
 """Route index of the only other model."""
@@ -39,6 +39,9 @@ class Drafting:
         request.draft(token, score)
         self._outcomes.stats.drafted += 1
         verdict = _judged(request, bool(reason))
+        if verdict in (Verdict.VERIFY, Verdict.DROP) and request.stall >= request.route.max_stall:
+            # Nothing of what the peer wrote was taken, again and again.
+            verdict = Verdict.ACCEPT
         match verdict:
             case None:
                 self._outcomes.fail_one(request)
@@ -85,7 +88,10 @@ class Drafting:
             self._hand_over(request)
 
     def _hand_over(self, request: Request) -> None:
-        if not self._outcomes.handoffs.send(request, _PEER, NO_TOKEN):
+        sent = self._outcomes.handoffs.send(request, _PEER, NO_TOKEN)
+        if sent is None:
+            self._outcomes.not_taken(request, NO_TOKEN)
+        elif not sent:
             self.pause(request, give_room=False)
 
     # Visitor

@@ -6,18 +6,15 @@ number of the hand-off that gave it the request, and whatever is not newer than 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 
-from algorithms.base import Handoff, OutputView
 from ipc.messages import MODEL_UNKNOWN, Abort, Nack, NackReason, PeerReq, Warm, pack_ids, unpack_ids
+from trouterd.worker.answers import accepted, combined, suffix_for
 from trouterd.worker.outbound import Outbound
 from trouterd.worker.request import GENERATION, NO_TOKEN, Request, State
 from trouterd.worker.scheduler import Scheduler
 from trouterd.worker.stats import Stats
-
-log = logging.getLogger(__name__)
 
 
 class Handoffs:
@@ -54,8 +51,9 @@ class Handoffs:
             if request.known[model] == MODEL_UNKNOWN and self.outbound.offer(worker, message):
                 request.known[model] = 0
 
-    def send(self, request: Request, model: int, held: int) -> bool:
-        """Hand the request to a model of its route; False when that one cannot be reached and the request stays here.
+    def send(self, request: Request, model: int, held: int) -> bool | None:
+        """Hand the request to a model of its route; False when that one cannot be reached and the request stays here, None when it
+        stays for a fault of the algorithm.
 
         Args:
             request: running here.
@@ -68,9 +66,9 @@ class Handoffs:
             return False
         if route.side != 0 and model != 0 and not self.stream(request, holder=target):
             return False
-        handoff = _suffix_for(request, model)
+        handoff = suffix_for(request, model)
         if handoff is None:
-            return False
+            return None
         unknown = request.known[model] < 0
         # Neither before the output nor behind a gap, whatever the algorithm says.
         start = max(min(handoff.start, request.known[model]), 0)
@@ -196,7 +194,7 @@ class Handoffs:
         if message.start < request.output_length or request.scores:
             request.cut(message.start)
             self.scheduler.truncate(request)
-        if _accepted(request, ids, message.payload) < len(ids):
+        if accepted(request, ids, message.payload) < len(ids):
             # The entry has streamed them: a visit cannot go on from anything else.
             self.outbound.post(message.source, Nack(message.rid, self.index, message.handoff_seq, NackReason.ERROR))
             return None
@@ -239,9 +237,9 @@ class Handoffs:
     def _apply(self, request: Request, message: PeerReq) -> None:
         skip = request.output_length - message.start
         ids = unpack_ids(message.token_ids).tolist()[skip:]
-        accepted = _accepted(request, ids, message.payload)
-        whole = accepted == len(ids)
-        self._take_in(request, ids[:accepted], message.writers[skip : skip + accepted], message.partial and whole)
+        count = accepted(request, ids, message.payload)
+        whole = count == len(ids)
+        self._take_in(request, ids[:count], message.writers[skip : skip + count], message.partial and whole)
         request.forwards = _most(request.forwards, message.forwards)
         length = request.output_length
         request.known = [min(k, length) for k in message.known]
@@ -266,16 +264,6 @@ class Handoffs:
                 self._back_here(request)
         self.on_tokens(request)
 
-    def _combine(self, request: Request, message: PeerReq) -> bool:
-        """Write the token that the algorithm makes of a payload, if it makes one; True when that ends the answer."""
-        token = _combined(request, message.payload) if message.payload else None
-        if token is None:
-            return False
-        request.finish, request.trim = request.finish_reason(token)
-        request.append(token, request.route.workers.index(message.source))
-        self.stats.tokens += 1
-        return request.over
-
     def _take_in(self, request: Request, ids: list[int], writers: bytes, going_on: bool) -> None:
         """Commit what came. Drafts that it repeats keep their KV; the others are over at the first difference, or at the end."""
         drafts = request.tokens[request.settled :]
@@ -294,6 +282,16 @@ class Handoffs:
         for token, writer in zip(ids[same:], writers[same:], strict=True):
             request.append(token, writer)
 
+    def _combine(self, request: Request, message: PeerReq) -> bool:
+        """Write the token that the algorithm makes of a payload, if it makes one; True when that ends the answer."""
+        token = combined(request, message.payload) if message.payload else None
+        if token is None:
+            return False
+        request.finish, request.trim = request.finish_reason(token)
+        request.append(token, request.route.workers.index(message.source))
+        self.stats.tokens += 1
+        return request.over
+
     def nacked(self, message: Nack) -> Request | None:
         """Sender: a hand-off was not taken. Returns the request when it is here again and its held token should be committed."""
         request = self.requests.get(message.rid)
@@ -307,7 +305,7 @@ class Handoffs:
                 return None
         return request
 
-    def _resend(self, request: Request, model: int) -> bool:
+    def _resend(self, request: Request, model: int) -> bool | None:
         """Hand off again, this time with the prompt and all output."""
         held = request.held
         self._back_here(request)
@@ -345,47 +343,6 @@ def _fresh(request: Request, message: PeerReq) -> bool:
     if message.partial:
         return message.handoff_seq >= request.handoff_seq
     return message.handoff_seq > request.handoff_seq
-
-
-def _suffix_for(request: Request, model: int) -> Handoff | None:
-    """What the algorithm wants to send; None when it fails."""
-    try:
-        handoff = request.route.algorithm.send(_view(request), model)
-        # Conversions, so that a wrong type is a fault of the algorithm here and not of the worker later.
-        return Handoff(int(handoff.start), int(handoff.loc), bytes(handoff.payload))
-    except Exception:  # code of users: its faults keep the request here
-        log.exception("route '%s': send() failed; the request stays", request.route.name)
-        return None
-
-
-def _accepted(request: Request, ids: list[int], payload: bytes) -> int:
-    """How many of the ids that came the algorithm takes; none when it fails."""
-    try:
-        return max(0, min(int(request.route.algorithm.receive(_view(request), ids, payload)), len(ids)))
-    except Exception:  # code of users: its faults cost tokens of this request only
-        log.exception("route '%s': receive() failed; %d tokens are not taken", request.route.name, len(ids))
-        return 0
-
-
-def _combined(request: Request, payload: bytes) -> int | None:
-    """The token that the algorithm writes without a step; None when it fails: the next step gives one."""
-    route = request.route
-    try:
-        token = route.algorithm.combine(_view(request), payload)
-        token = None if token is None else int(token)
-    except Exception:  # code of users: its faults cost a step of this request only
-        log.exception("route '%s': combine() failed; the entry writes the token itself", route.name)
-        return None
-    if token is not None and not 0 <= token < route.context.vocab_size:
-        log.error("route '%s': combine() gave %d, which is no token", route.name, token)
-        return None
-    return token
-
-
-def _view(request: Request) -> OutputView:
-    tokens = request.tokens[: request.settled] if request.scores else request.tokens
-    banned = request.ending_ids if request.output_length < request.submit.sampling.min_tokens else ()
-    return OutputView(tokens, request.prompt_length, request.known, request.scratch, banned)
 
 
 def _suffix(request: Request, start: int, stop: int) -> bytes:

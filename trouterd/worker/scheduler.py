@@ -211,6 +211,8 @@ class Scheduler:
 
     def _rows(self, request: Request, count: int) -> int:
         """As many of the next `count` rows as the step has logits left for."""
+        if count <= self._logits_left:
+            return count
         return count - max(0, Chunk.of(request, count).wanted - self._logits_left)
 
     def _chunk(self, request: Request, count: int) -> Chunk:

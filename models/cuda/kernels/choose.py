@@ -5,24 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from models.cuda.kernels.cut import cut_and_draw, depth_of
+from models.cuda.kernels.cut import ANY_ID, NO_GOAL, beats, best_of, cut_and_draw
 from models.cuda.kernels.finish import finish_rows
-from models.cuda.kernels.noise import exact_noise
-from models.cuda.kernels.scan import (
-    BEST,
-    BEST_ID,
-    FIRST,
-    FIRST_ID,
-    MASS,
-    NEVER,
-    SECOND,
-    SECOND_ID,
-    real,
-    row_key,
-    row_of,
-    tempered,
-    unbanned,
-)
+from models.cuda.kernels.nucleus import SLACK, append, edge_of, gather_nucleus, heights
+from models.cuda.kernels.scan import BEST, GROUPS, NEVER, real, row_key, row_of, tempered
 from models.cuda.kernels.slot_words import (
     CHOICE,
     MIN_P,
@@ -36,62 +22,33 @@ from models.cuda.kernels.slot_words import (
     TOP_K,
     TOP_P,
 )
+from models.cuda.kernels.winner import likeliest_of, winner_of
 
-_MARGIN = tl.constexpr(1e-4)
-"""Rough scores that differ by more are in the right order: their error is some 2e-5."""
-_SLACK = tl.constexpr(1e-3)
-"""What bounds are lowered by, for the rounding of the sums that they come from."""
+_BISECTIONS = tl.constexpr(32)
 
 
 @triton.jit
-def _unfiltered(line, quantities, found, best, temperature, key, plane, CHUNKS: tl.constexpr, SPAN: tl.constexpr):
-    """The exact winner of the perturbed scores, without cuts. Three within the margin are beyond float32 in any case."""
-    chunk = tl.arange(0, SPAN)
-    inside = chunk < CHUNKS
-    bests = tl.load(quantities + plane * BEST + chunk, mask=inside, other=NEVER)
-    shift = tempered(bests, best, temperature)
-    firsts = tl.load(quantities + plane * FIRST + chunk, mask=inside, other=NEVER) + shift
-    seconds = tl.load(quantities + plane * SECOND + chunk, mask=inside, other=NEVER) + shift
-    first_ids = tl.load(found + plane * FIRST_ID + chunk, mask=inside, other=0)
-    second_ids = tl.load(found + plane * SECOND_ID + chunk, mask=inside, other=0)
-    first, place = tl.max(firsts, axis=0, return_indices=True)
-    winner = tl.sum(tl.where(chunk == place, first_ids, 0), axis=0)
-    second, place_2 = tl.max(tl.where(chunk == place, seconds, firsts), axis=0, return_indices=True)
-    runner_up = tl.sum(tl.where(chunk == place_2, tl.where(chunk == place, second_ids, first_ids), 0), axis=0)
-    if first - second < _MARGIN:
-        score = _exact_score(line, winner, best, temperature, key)
-        score_2 = _exact_score(line, runner_up, best, temperature, key)
-        other = (score_2 > score) | ((score_2 == score) & (runner_up < winner))
-        winner = tl.where(other, runner_up, winner)
-    return winner
+def _ordered(x):
+    """Bits of floats as int64 that compare alike."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
-def _exact_score(line, name, best, temperature, key):
-    return tempered(tl.load(line + name), best, temperature).to(tl.float64) - exact_noise(key, name)
-
-
-@triton.jit
-def _row_mass(quantities, best, temperature, plane, CHUNKS: tl.constexpr, SPAN: tl.constexpr):
-    """Sum of exp(y) over the whole row, float64."""
-    chunk = tl.arange(0, SPAN)
-    inside = chunk < CHUNKS
-    bests = tl.load(quantities + plane * BEST + chunk, mask=inside, other=NEVER)
-    masses = tl.load(quantities + plane * MASS + chunk, mask=inside, other=0.0)
-    scale = tl.exp(tempered(bests, best, temperature))
-    return tl.sum(tl.where(scale > 0, masses * scale, 0.0).to(tl.float64), axis=0)
-
-
-@triton.jit
-def _kth_best(bests, best, temperature, k, CHUNKS: tl.constexpr, SPAN: tl.constexpr):
-    """y of the k-th largest chunk maximum, below which nothing is among the k largest; -inf when there are fewer chunks."""
-    chunk = tl.arange(0, SPAN)
-    mine = tl.load(bests + chunk, mask=chunk < CHUNKS, other=NEVER)
-    theirs = tl.load(bests + chunk, mask=chunk < CHUNKS, other=NEVER)[None, :]
-    ahead = (theirs > mine[:, None]) | ((theirs == mine[:, None]) & (chunk[None, :] < chunk[:, None]))
-    rank = tl.sum(ahead.to(tl.int32), axis=1)
-    value = tl.max(tl.where(rank == k - 1, mine, NEVER), axis=0)
-    return tl.where(k <= CHUNKS, tempered(value, best, temperature), NEVER)
+def _kth_largest(values, count, k, SPAN: tl.constexpr):
+    """The k-th largest of `count` maxima of parts of a row, below which nothing is among its k largest; -inf when k > count."""
+    place = tl.arange(0, SPAN)
+    value = _ordered(tl.load(values + place, mask=place < count, other=NEVER))
+    low = tl.min(value, axis=0)
+    high = tl.max(value, axis=0)
+    for _ in range(_BISECTIONS):
+        middle = high - (high - low) // 2
+        enough = tl.sum((value >= middle).to(tl.int32), axis=0) >= k
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, tl.maximum(middle - 1, low))
+    found = low.to(tl.int32)
+    found = (found ^ ((found >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return tl.where(k <= count, found, NEVER)
 
 
 @triton.jit
@@ -109,20 +66,12 @@ def _gather(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Append this program's share of the candidates with y >= floor to the row's list; `size` counts them all."""
-    line, record, index, best, temperature = whole
+    """List this program's share of the candidates with y >= floor."""
+    best, temperature = whole[3], whole[4]
     for chunk in range(part, CHUNKS, parts):
         if tempered(tl.load(bests + chunk), best, temperature) >= floor:
-            name = chunk * CHUNK + tl.arange(0, CHUNK)
-            x = tl.load(line + name, mask=name < vocab, other=NEVER)
-            y = tempered(unbanned(x, name, record, index), best, temperature)
-            kept = (y >= floor) & (name < vocab)
-            number = tl.sum(kept.to(tl.int32), axis=0)
-            first = tl.atomic_add(size, number, sem="relaxed", scope="gpu")
-            place = first + tl.cumsum(kept.to(tl.int32), axis=0) - 1
-            kept = kept & (place < LIST)
-            tl.store(depths + place, depth_of(y), mask=kept)
-            tl.store(ids + place, name, mask=kept)
+            y, name = heights(whole, chunk, vocab, CHUNK)
+            append((y >= floor) & (name < vocab), y, name, depths, ids, size, LIST)
 
 
 @triton.jit
@@ -153,30 +102,46 @@ def _cut(
     key,
     vocab,
     bests,
-    total,
+    groups,
     work,
     LIST: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     SPAN: tl.constexpr,
+    BUCKETS: tl.constexpr,
 ):
     """The draw of a row under its cuts, and whether this program is the one that has made it."""
-    line, record, index, best, temperature = whole
-    depths, ids, sizes, tickets = work
+    record, best, temperature = whole[1], whole[3], whole[4]
+    depths, ids, sizes, tickets, scales, masses, scores, names = work
+    wide_row = row.to(tl.int64)
+    depths += wide_row * LIST
+    ids += wide_row * LIST
+    masses += wide_row * BUCKETS
+    scores += row * CHUNKS
+    names += row * CHUNKS
+    size = sizes + row
     top_k = tl.load(record + TOP_K)
     top_p = real(record, TOP_P)
     least = _least(record)
-    # What min_p drops still counts in the weight of the top_k likeliest, of which top_p keeps a share.
-    floor = tl.where((top_k > 0) & (top_p < 1), NEVER, least - _SLACK)
-    if top_k > 0:
-        floor = tl.maximum(floor, _kth_best(bests, best, temperature, top_k, CHUNKS, SPAN))
-    if top_p < 1:
-        floor = tl.maximum(floor, tl.log((1 - top_p) * total.to(tl.float32) / vocab) - _SLACK)
-    size = sizes + row
-    depths += row.to(tl.int64) * LIST
-    ids += row.to(tl.int64) * LIST
-    _gather(whole, vocab, floor, bests, depths, ids, size, part, parts, LIST, CHUNK, CHUNKS)
+    scale = tl.load(scales + row)
+    goal = tl.full([], NO_GOAL, tl.int64)
+    if scale > 0:
+        edge, goal = edge_of(masses, top_p, BUCKETS)
+        top, chosen = gather_nucleus(
+            whole, vocab, least, key, edge, scale, bests, depths, ids, size, part, parts, LIST, CHUNK, CHUNKS, BUCKETS
+        )
+        tl.store(scores + part, top)
+        tl.store(names + part, chosen)
+    else:
+        # What min_p drops still counts in the mass of the top_k likeliest, of which top_p keeps a share.
+        floor = tl.where(top_p < 1, NEVER, least - SLACK)
+        if top_k > CHUNKS:
+            many = _kth_largest(groups + row * (CHUNKS * GROUPS), CHUNKS * GROUPS, top_k, SPAN * GROUPS)
+            floor = tl.maximum(floor, tempered(many, best, temperature))
+        elif top_k > 0:
+            floor = tl.maximum(floor, tempered(_kth_largest(bests, CHUNKS, top_k, SPAN), best, temperature))
+        _gather(whole, vocab, floor, bests, depths, ids, size, part, parts, LIST, CHUNK, CHUNKS)
     tl.debug_barrier()
     token = likeliest
     decides = tl.atomic_add(tickets + row, 1, sem="acq_rel", scope="gpu") == parts - 1
@@ -188,7 +153,14 @@ def _cut(
         tl.store(size, 0)
         listed = number <= LIST
         source = (tl.where(listed, number, vocab), listed, depths, ids, whole)
-        token = cut_and_draw(source, top_k, top_p, least, total, key, TILE)
+        score, token = cut_and_draw(source, top_k, top_p, least, tl.where(listed, goal, NO_GOAL), key, TILE)
+        if scale > 0:
+            place = tl.arange(0, SPAN)
+            others = tl.load(scores + place, mask=place < parts, other=NEVER, cache_modifier=".cg")
+            other_names = tl.load(names + place, mask=place < parts, other=ANY_ID, cache_modifier=".cg")
+            other, name, _place = best_of(place, other_names, others)
+            token = tl.where(beats(other, name, score, token), name, token)
+            tl.store(masses + tl.arange(0, BUCKETS), tl.zeros([BUCKETS], tl.int64))
         token = tl.where(token < vocab, token, likeliest)
     return token, decides
 
@@ -197,7 +169,7 @@ def _cut(
 def _least(record):
     """The smallest y that min_p leaves."""
     min_p = real(record, MIN_P)
-    return tl.where(min_p > 0, tl.log(min_p), NEVER)
+    return tl.where(min_p > 0, tl.log(min_p.to(tl.float64)).to(tl.float32), NEVER)
 
 
 @triton.jit
@@ -223,10 +195,15 @@ def choose(
     decided: tl.tensor,
     quantities: tl.tensor,
     found: tl.tensor,
+    groups: tl.tensor,
     depths: tl.tensor,
     ids: tl.tensor,
     sizes: tl.tensor,
     tickets: tl.tensor,
+    scales: tl.tensor,
+    masses: tl.tensor,
+    scores: tl.tensor,
+    names: tl.tensor,
     numbers: tl.tensor,
     settings: tl.tensor,
     row_route: tl.tensor,
@@ -246,12 +223,13 @@ def choose(
     SPAN: tl.constexpr,
     LIST: tl.constexpr,
     TILE: tl.constexpr,
+    BUCKETS: tl.constexpr,
     BLOCK: tl.constexpr,
     ON_DEVICE: tl.constexpr,
 ):
     """Grid (parts, R). Part 0 of a row decides it; where cuts need the whole row, all parts gather candidates and the last
-    one decides. `numbers` [4, rows_held] int64: token, index, seed, choice. `sizes`, `tickets` [rows_held + 1] are zero
-    before and after."""
+    one decides. `numbers` [4, rows_held] int64: token, index, seed, choice. `sizes`, `tickets` [rows_held + 1] and
+    `masses` are zero after it; `scores` and `names` [rows_held, CHUNKS] are where parts leave their best."""
     part = tl.program_id(0)
     row = tl.program_id(1)
     alive, record, index = row_of(row, logit_rows, positions, slots, cells, decided)
@@ -262,24 +240,20 @@ def choose(
         line = logits + row.to(tl.int64) * row_stride
         quantities += row * CHUNKS
         found += row * CHUNKS
-        chunk = tl.arange(0, SPAN)
-        bests = quantities + plane * BEST
-        best, place = tl.max(tl.load(bests + chunk, mask=chunk < CHUNKS, other=NEVER), axis=0, return_indices=True)
-        token = tl.load(found + plane * BEST_ID + place)
+        best, token = likeliest_of(quantities, found, plane, CHUNKS, SPAN)
         temperature = real(record, TEMPERATURE)
         if (temperature > 0) & (best > NEVER):
             key = row_key(record, index)
             likeliest = token
-            token = _unfiltered(line, quantities, found, best, temperature, key, plane, CHUNKS, SPAN)
+            token = winner_of(line, quantities, found, best, temperature, key, plane, CHUNKS, SPAN)
             if _is_cut(record, likeliest, token, line, best, temperature):
-                total = tl.full([], 0.0, tl.float64)
-                if real(record, TOP_P) < 1:
-                    total = _row_mass(quantities, best, temperature, plane, CHUNKS, SPAN)
                 whole = (line, record, index, best, temperature)
-                work = (depths, ids, sizes, tickets)
+                work = (depths, ids, sizes, tickets, scales, masses, scores, names)
+                bests = quantities + plane * BEST
                 token, decides = _cut(
-                    row, part, parts, whole, likeliest, key, vocab, bests, total, work, LIST, TILE, CHUNK, CHUNKS, SPAN
-                )
+                    row, part, parts, whole, likeliest, key, vocab, bests, groups, work,
+                    LIST, TILE, CHUNK, CHUNKS, SPAN, BUCKETS,
+                )  # fmt: skip
     if decides:
         tl.store(numbers + row, token.to(tl.int64))
         if routes:

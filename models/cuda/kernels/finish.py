@@ -20,7 +20,7 @@ from models.cuda.kernels.slot_words import (
     TURN,
     WORDS,
 )
-from models.cuda.kernels.timer import now, publish
+from models.cuda.kernels.timer import fence, now
 
 
 @triton.jit
@@ -80,7 +80,8 @@ def finish_rows(
     header = record.to(tl.pointer_type(tl.int64))
     tl.store(header + 1, tl.load(clock + STARTED))
     tl.store(header + 2, now(ON_DEVICE))
-    publish(ON_DEVICE)
+    # The record is there for the host before the number that says so.
+    fence(ON_DEVICE)
     tl.store(header, turn + 1)
     tl.store(clock + TURN, turn + 1)
 

@@ -1,4 +1,18 @@
-"""First kernel of a step: what the host has written for this turn becomes slot records and token rows."""
+"""First kernel of a step: what the host has written for this turn becomes slot records and token rows.
+
+The host's memory is microseconds away, and again for what depends on the first answer. Where steps are queued ahead, the
+entry of the next turn is there long before it is needed: `fetch` copies it to the device beside the sampler of the step before,
+in a branch of the graph. Why that is the entry and nothing else:
+
+- The host stores an entry's words before its epoch, and stores become visible in program order (on x86-64; elsewhere
+  `StepKernels` does not fetch). Each thread of `fetch` goes on only after it has itself loaded the epoch, with a fence between
+  that load and those of the words: whoever sees the epoch sees the words. No place of the ring has held that epoch before,
+  as turns are counted modulo 2**32.
+- An entry is rewritten only when its turn is over, and its turn began after this branch had joined. A launch that fails may be
+  repeated in the same turn with other words: the host then has what was fetched forgotten, in stream order.
+- `ingest` compares the copy's epoch with its own turn, on the device alone: `fetch` ended with the graph before. If they
+  differ, since the host was late or this turn has no entry in the ring, it reads where the host wrote, before the launch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +23,9 @@ from models.cuda.kernels.slot_words import (
     ACTIVE,
     CHANGES,
     DECIDED,
+    EPOCH,
     HEADER,
+    NEXT,
     OWN,
     POSITION,
     ROWS,
@@ -19,7 +35,7 @@ from models.cuda.kernels.slot_words import (
     WANTED,
     WORDS,
 )
-from models.cuda.kernels.timer import now
+from models.cuda.kernels.timer import fence, now
 
 
 @triton.jit
@@ -72,6 +88,7 @@ def _place(
 @triton.jit(do_not_specialize=["entries", "entry_words", "span", "total", "total_wanted"])
 def ingest(
     inbox: tl.tensor,
+    fetched: tl.tensor,
     clock: tl.tensor,
     cells: tl.tensor,
     tokens: tl.tensor,
@@ -89,10 +106,15 @@ def ingest(
     BLOCK: tl.constexpr,
     ON_DEVICE: tl.constexpr,
 ):
-    """One program. `total` rows and `total_wanted` logit rows are stored, of which the entry gives the first ones."""
+    """One program. `total` rows and `total_wanted` logit rows are stored, of which the entry gives the first ones.
+
+    `entry_words` is 0 where `inbox` is the entry itself.
+    """
     started = now(ON_DEVICE)
     turn = tl.load(clock + TURN)
     entry = inbox + (turn % entries) * entry_words
+    if (entry_words > 0) & (tl.load(fetched + EPOCH) == (turn + 1).to(tl.int32)):
+        entry = fetched
     place = tl.arange(0, BLOCK)
     # All that a small step needs is asked for at once: each trip to the host's memory takes about a microsecond.
     given = tl.load(entry + ROWS, volatile=True)
@@ -122,3 +144,53 @@ def ingest(
         tl.store(logit_rows + far, tl.where(far < wanted, logit_row, total - 1), mask=far < total_wanted)
     tl.store(decided, decisions)
     tl.store(clock + STARTED, started)
+    tl.store(clock + NEXT, turn + 1)
+
+
+@triton.jit
+def _copy_rows(entry, fetched, span, first, count, place):
+    """The words of the rows, and logit rows, `first` ... that `place` says, of `count`."""
+    kind = tl.arange(0, 8)[:, None]
+    row = first + place[None, :]
+    where = HEADER + kind * span + row
+    inside = (kind < 6) & (row < count)
+    tl.store(fetched + where, tl.load(entry + where, mask=inside, other=0, volatile=True), mask=inside)
+
+
+@triton.jit(do_not_specialize=["entries", "entry_words", "span", "likely"])
+def fetch(
+    inbox: tl.tensor,
+    fetched: tl.tensor,
+    clock: tl.tensor,
+    entries,
+    entry_words,
+    span,
+    likely,
+    BLOCK: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+):
+    """One program, after `ingest` of a turn: copy the next turn's entry if it is complete, in two trips if it has `likely` rows.
+
+    Of the clock it reads what the rest of the step does not write.
+    """
+    turn = tl.load(clock + NEXT)
+    entry = inbox + (turn % entries) * entry_words
+    place = tl.arange(0, BLOCK)
+    # The host may be about to write it, and threads may differ in what they see: all have to agree.
+    epoch = tl.load(entry + EPOCH + place * 0, volatile=True)
+    if tl.min((epoch == (turn + 1).to(tl.int32)).to(tl.int32), axis=0) == 1:
+        fence(ON_DEVICE)
+        first = tl.minimum(likely, BLOCK)
+        pairs = HEADER + 6 * span
+        header = tl.load(entry + place, mask=place < HEADER, other=0, volatile=True)
+        words = tl.load(entry + pairs + place, mask=pairs + place < entry_words, other=0, volatile=True)
+        _copy_rows(entry, fetched, span, 0, first, place)
+        tl.store(fetched + place, header, mask=place < HEADER)
+        tl.store(fetched + pairs + place, words, mask=pairs + place < entry_words)
+        rows = tl.max(tl.where((place == ROWS) | (place == WANTED), header, 0), axis=0)
+        for start in range(first, rows, BLOCK):
+            _copy_rows(entry, fetched, span, start, rows, place)
+        changes = tl.sum(tl.where(place == CHANGES, header, 0), axis=0)
+        for start in range(pairs + BLOCK, pairs + 2 * changes, BLOCK):
+            inside = start + place < pairs + 2 * changes
+            tl.store(fetched + start + place, tl.load(entry + start + place, mask=inside, volatile=True), mask=inside)

@@ -15,6 +15,7 @@ from models.cuda.kernels.slot_words import (
     STOP_COUNT,
     STOP_IDS,
     TEMPERATURE,
+    TOP_K,
     TOP_P,
     WORDS,
 )
@@ -26,17 +27,22 @@ FIRST = tl.constexpr(1)
 """Largest perturbed score, counted from BEST of the chunk, and the one after it."""
 SECOND = tl.constexpr(2)
 MASS = tl.constexpr(3)
-"""Sum of exp((x - BEST) / temperature)."""
+"""Sum of exp((x - BEST) / temperature), about."""
 TOP = tl.constexpr(4)
 """Raw logits: the largest, and sums of e = exp(x - TOP) and e * (x - TOP)."""
 TOTAL = tl.constexpr(5)
 MOMENT = tl.constexpr(6)
-QUANTITIES = tl.constexpr(7)
+LEAST = tl.constexpr(7)
+"""Smallest logit that is not banned and above -inf; inf where there is none."""
+QUANTITIES = tl.constexpr(8)
 # Ids per row and chunk, int32.
 BEST_ID = tl.constexpr(0)
 FIRST_ID = tl.constexpr(1)
 SECOND_ID = tl.constexpr(2)
 IDS = tl.constexpr(3)
+
+GROUPS = tl.constexpr(32)
+"""Parts of a chunk whose largest logits are kept one by one."""
 
 NEVER = tl.constexpr(float("-inf"))
 
@@ -89,13 +95,15 @@ def scan(
     decided: tl.tensor,
     quantities: tl.tensor,
     found: tl.tensor,
+    groups: tl.tensor,
     rows_held,
     row_stride,
     vocab,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Grid (chunks, R). `quantities` is [QUANTITIES, rows_held, CHUNKS] float32, `found` [IDS, rows_held, CHUNKS] int32."""
+    """Grid (chunks, R). `quantities` is [QUANTITIES, rows_held, CHUNKS] float32, `found` [IDS, rows_held, CHUNKS] int32, `groups`
+    [rows_held, CHUNKS * GROUPS] float32: BEST of each part of a chunk, written for rows with a top_k above CHUNKS."""
     chunk = tl.program_id(0)
     row = tl.program_id(1)
     alive, record, index = row_of(row, logit_rows, positions, slots, cells, decided)
@@ -134,3 +142,7 @@ def scan(
         tl.store(id_place + plane * SECOND_ID, chunk * CHUNK + second_place)
         if real(record, TOP_P) < 1:
             tl.store(real_place + plane * MASS, tl.sum(tl.exp(y), axis=0))
+            tl.store(real_place + plane * LEAST, tl.min(tl.where(x == NEVER, float("inf"), x), axis=0))
+        if tl.load(record + TOP_K) > CHUNKS:
+            bests = tl.max(tl.reshape(x, (GROUPS, CHUNK // GROUPS)), axis=1)
+            tl.store(groups + place * GROUPS + tl.arange(0, GROUPS), bests)

@@ -35,11 +35,13 @@ ROWS = tl.constexpr(0)
 WANTED = tl.constexpr(1)
 DECIDED = tl.constexpr(2)
 CHANGES = tl.constexpr(3)
+EPOCH = tl.constexpr(4)
 HEADER = tl.constexpr(16)
 
-# The device's clock: turns done, start of the turn in progress in ns.
+# The device's clock: turns done, start of the turn in progress in ns, the turn after it.
 TURN = tl.constexpr(0)
 STARTED = tl.constexpr(1)
+NEXT = tl.constexpr(2)
 
 # Headers of a step's record, see `models.records`: 64-bit words.
 RECORD_HEADER = tl.constexpr(16)

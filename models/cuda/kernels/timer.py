@@ -16,8 +16,8 @@ def now(ON_DEVICE: tl.constexpr):
 
 
 @triton.jit
-def publish(ON_DEVICE: tl.constexpr):
-    """What every thread has stored is there for the host before anything stored afterwards."""
+def fence(ON_DEVICE: tl.constexpr):
+    """Between this program's accesses before and after it, for the host too: stores and loads of every thread."""
     if ON_DEVICE:
         tl.inline_asm_elementwise("fence.acq_rel.sys; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     tl.debug_barrier()

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from models import rng
 from models.batch import IntArray
 from models.resident import NO_ROUTE, SlotSetup, StepRecord, StepRows
 from models.rows import Runs
-from models.sampler import Edits, SamplingRows, sample
+from models.sampler import Edits, SamplingRows, gumbel_argmax, processed, sample
 from models.slots import SlotTable
 
 if TYPE_CHECKING:
@@ -99,6 +100,29 @@ def reference(logits: torch.Tensor, setups: list[SlotSetup], index: IntArray) ->
     return sample(logits.cpu(), rows)
 
 
+def edge_setups(logits: torch.Tensor, setup: SlotSetup, seeds: int) -> list[SlotSetup]:
+    """The setup with seeds, of the first `seeds`, for which a cut one id off shows at output index 0 of these logits [V].
+
+    The draw is the last id kept, or would without filters be the first one dropped.
+    """
+    filtered = SamplingRows.greedy(1)
+    filtered.temperature[:] = setup.temperature
+    plain = processed(logits[None], filtered)
+    filtered.top_k = np.array([setup.top_k])
+    filtered.top_p[:] = setup.top_p
+    filtered.min_p[:] = setup.min_p
+    kept = processed(logits[None], filtered)
+    ranked = plain[0].sort(descending=True, stable=True).indices
+    count = int((kept > float("-inf")).sum())
+    tried = np.arange(seeds)
+    keys = torch.from_numpy(rng.key_array(tried, setup.choice, 0, rng.Purpose.SAMPLE).view(np.int64))
+    last = gumbel_argmax(kept.expand(seeds, -1), keys) == ranked[count - 1]
+    wanted = [last]
+    if count < len(ranked):
+        wanted.append(gumbel_argmax(plain.expand(seeds, -1), keys) == ranked[count])
+    return [replace(setup, seed=int(found.nonzero()[0])) for found in wanted if found.any()]
+
+
 def random_setups(count: int, vocab: int, chance: np.random.Generator) -> list[SlotSetup]:
     """All kinds of sampling parameters."""
     return [
@@ -132,6 +156,12 @@ def random_logits(kind: str, rows: int, vocab: int, seed: int) -> torch.Tensor:
             return torch.zeros(rows, vocab)
         case "masked":
             return noise.masked_fill(torch.rand(rows, vocab, generator=generator) < 0.99, float("-inf"))
+        case "levels":
+            return (noise * 16).round() / 8
+        case "tail":
+            # The last 35 of the 40 likeliest weigh a sixth of them, but one by one less than (1 - 0.39) of the mean of 150.
+            levels = torch.tensor([0.0] * 5 + [-3.772] * 35 + [-9.0] * (vocab - 40))
+            return levels.expand(rows, -1)
         case "huge":
             return noise * 1e37
         case "sharp":
@@ -139,4 +169,6 @@ def random_logits(kind: str, rows: int, vocab: int, seed: int) -> torch.Tensor:
     raise ValueError(kind)
 
 
+CUTS = ((40, 0.4), (0, 0.9), (3, 1.0), (0, 0.4), (40, 0.9), (0, 0.99))
+"""top_k and top_p."""
 KINDS = ("peaked", "flat", "tied", "equal", "masked", "huge", "sharp")

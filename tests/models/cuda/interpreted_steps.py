@@ -16,14 +16,14 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "run test_interpreted.py"
 from models import device_routes, device_runner
 from models.batch import Batch, StepOutput
 from models.cuda import step_kernels
-from models.cuda.inbox import entry_of
+from models.cuda.inbox import HEADER_WORDS, entry_of
 from models.cuda.step_kernels import StepKernels
 from models.device_runner import DeviceRunner
 from models.kv_cache import KvCache
 from models.resident import DeviceRoute, StepRecord, StepRows
 from models.rows import RowDecoder, Runs
-from models.slots import SlotTable
-from tests.models.cuda.draws import KINDS, Bench, random_logits, random_setups, reference
+from models.slots import RECORD_WORDS, SlotTable
+from tests.models.cuda.draws import CUTS, KINDS, Bench, asked, edge_setups, random_logits, random_setups, reference
 from tests.models.hash_rows import PAGE, HashRows
 from tests.models.schedules import ROUTES, Schedule
 
@@ -32,6 +32,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 SLOTS = 6
 PAGES = 16
+ENTRY_ROWS = 70
+ENTRY_CHANGES = 40
 
 
 @pytest.fixture(params=[pytest.param("usual", marks=pytest.mark.slow), "small"])
@@ -42,6 +44,7 @@ def vocab(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     monkeypatch.setattr(step_kernels, "_CHUNK", 32)
     monkeypatch.setattr(step_kernels, "_LIST", 40)
     monkeypatch.setattr(step_kernels, "_TILE", 16)
+    monkeypatch.setattr(step_kernels, "_BUCKETS", 16)
     return 150
 
 
@@ -60,6 +63,90 @@ def test_draws_are_the_reference_samplers(kind: str, vocab: int) -> None:
         assert record.alive.all()
         assert record.tokens.tolist() == reference(logits, setups, index).tolist(), setups
         assert not bench.kernels.counters.any()
+        assert not bench.kernels.masses.any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "cuts"),
+    [
+        ("levels", CUTS[:2]),
+        ("tail", ((40, 0.39),)),
+        ("flat", CUTS[1:2]),
+        *(pytest.param(kind, CUTS[1:4], marks=pytest.mark.slow) for kind in KINDS if kind != "huge"),
+    ],
+)
+@pytest.mark.parametrize("vocab", ["small"], indirect=True)
+def test_cuts_end_at_the_reference_samplers_last_id(kind: str, cuts: Sequence[tuple[int, float]], vocab: int) -> None:
+    logits = random_logits(kind, 1, vocab, 5)
+    asks = [asked(temperature=1.0, top_k=k, top_p=p) for k, p in cuts]
+    setups = [edge for ask in asks for edge in edge_setups(logits[0], ask, 3000)]
+    assert setups
+    rows = logits.expand(len(setups), -1)
+    bench, index = Bench.of(vocab, len(setups), "cpu", on_device=False), np.zeros(len(setups), np.int64)
+    record = bench.draw(rows, setups, index)
+    assert record.tokens.tolist() == reference(rows, setups, index).tolist(), setups
+    assert not bench.kernels.counters.any()
+    assert not bench.kernels.masses.any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "top_k"),
+    [
+        ("flat", 0),
+        pytest.param("equal", 0, marks=pytest.mark.slow),
+        pytest.param("flat", 100, marks=pytest.mark.slow),
+    ],
+)
+def test_a_large_vocabulary_is_cut_as_by_the_reference_sampler(kind: str, top_k: int) -> None:
+    vocab = 151_936
+    logits = random_logits(kind, 1, vocab, 2)
+    bench = Bench.of(vocab, 1, "cpu", on_device=False)
+    setups = [asked(temperature=0.9, top_p=0.8, top_k=top_k, seed=4)]
+    index = np.zeros(1, np.int64)
+    record = bench.draw(logits, setups, index)
+    assert record.tokens.tolist() == reference(logits, setups, index).tolist()
+    assert not bench.kernels.masses.any()
+
+
+def write_entry(kernels: StepKernels, turn: int, mark: int) -> list[list[int]]:
+    """Write made-up rows and changes of the page table; slots, tokens, positions and logit rows that shall come out."""
+    every = np.arange(ENTRY_ROWS)
+    rows = StepRows(every % SLOTS, mark + every, turn + every, every)
+    pages = np.stack([SLOTS * RECORD_WORDS + np.arange(ENTRY_CHANGES), np.full(ENTRY_CHANGES, mark)]).astype(np.int32)
+    runs = Runs(every, np.ones(ENTRY_ROWS, np.int64), rows.positions, rows.slots)
+    kernels.inbox.write(turn, rows, runs, pages, ENTRY_ROWS)
+    return [part.tolist() for part in (rows.slots, rows.tokens, rows.positions, rows.logit_rows)]
+
+
+@pytest.mark.parametrize("case", ["ahead", "late", "half written", "written again"])
+def test_entries_fetched_ahead_are_those_of_their_turn(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_kernels, "_BLOCK", 32)
+    slots = SlotTable(SLOTS, ENTRY_CHANGES, torch.device("cpu"))
+    kernels = StepKernels(slots, 50, rows=ENTRY_ROWS, wanted=ENTRY_ROWS, entries=2, on_device=False)
+    rows = kernels.rows(ENTRY_ROWS, ENTRY_ROWS)
+    mark = 100
+    wanted = write_entry(kernels, 0, mark)
+    for turn in range(1, 6):
+        kernels.take_in(rows)
+        assert [part.tolist() for part in (rows.slots, rows.tokens, rows.positions, rows.logit_rows)] == wanted
+        assert (slots.page_table.flatten()[:ENTRY_CHANGES] == mark).all()
+        kernels.clock[0] += 1
+        mark = turn * 1000
+        place = kernels.inbox.memory[turn % 2]
+        if case != "late":
+            wanted = write_entry(kernels, turn, mark)
+        if case == "half written":
+            place[4] -= 2
+            place[HEADER_WORDS + ENTRY_ROWS :] = 7
+        kernels.fetch(5 if turn % 2 else ENTRY_ROWS)
+        if case == "ahead":
+            # Only the copy is right now.
+            place.fill_(7)
+            continue
+        if case == "written again":
+            kernels.forget()
+            mark += 500
+        wanted = write_entry(kernels, turn, mark)
 
 
 class InterpretedSteps:

@@ -13,7 +13,7 @@ from models.batch import Batch
 from models.device_runner import BUCKETS, DeviceRunner
 from models.kv_cache import KvCache
 from models.resident import OWN_TOKEN, DeviceRoute, RoutedRows, StepRecord, StepRows
-from tests.models.cuda.draws import KINDS, Bench, asked, random_logits, random_setups, reference
+from tests.models.cuda.draws import CUTS, KINDS, Bench, asked, edge_setups, random_logits, random_setups, reference
 from tests.models.hash_rows import PAGE, HashRows
 from tests.models.schedules import ROUTES, Schedule
 
@@ -186,6 +186,37 @@ def test_synchronous_steps(captured: tuple[DeviceRunner, HashRows]) -> None:
             assert torch.equal(output.hidden[row].cpu(), known.hidden[0])
 
 
+def test_a_launch_that_failed_is_repeated_with_other_rows(captured: tuple[DeviceRunner, HashRows]) -> None:
+    """The entry of its turn may have been fetched by then."""
+    runner, _ = captured
+    steps: Any = runner._steps
+    heard = steps._replaying
+
+    def fails(_rows: int, _logit_rows: int) -> None:
+        # Until then the step in flight has fetched what is not to be run.
+        torch.cuda.synchronize()
+        raise ConnectionError("a rank is gone")
+
+    for slot in range(8):
+        runner.setup(asked(slot=slot, prompt_length=1))
+        runner.set_pages(slot, 0, list(range(slot * PAGES, slot * PAGES + PAGES)))
+    every = np.arange(8)
+    oracle = HashRows(num_pages=1, max_pages=PAGES)
+    for trial in range(8):
+        torch.cuda._sleep(20_000_000)
+        runner.launch(StepRows(every, every, every * 0, every))
+        steps._replaying = fails
+        try:
+            with pytest.raises(ConnectionError):
+                runner.launch(StepRows(every, every + 40, every * 0, every))
+        finally:
+            steps._replaying = heard
+        runner.launch(StepRows(every, every + trial, every * 0, every))
+        waited(runner)
+        wanted = [int(oracle.output_of([slot + trial]).logits.argmax()) for slot in range(8)]
+        assert waited(runner).tokens.tolist() == wanted
+
+
 def item(rows: RoutedRows) -> torch.Tensor:
     return rows.tokens * int(rows.index[0].item())
 
@@ -242,3 +273,28 @@ def test_draws_are_the_reference_samplers(kind: str, vocab: int) -> None:
         wrong = [row for row in range(count) if record.tokens[row] != expected[row]]
         assert not wrong, [(setups[row], int(record.tokens[row]), expected[row]) for row in wrong]
         assert not bench.kernels.counters.any()
+        assert not bench.kernels.masses.any()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "levels"])
+@pytest.mark.parametrize("vocab", [97, 1000])
+def test_cuts_end_at_the_reference_samplers_last_id(kind: str, vocab: int) -> None:
+    logits = random_logits(kind, 1, vocab, 5)
+    asks = [asked(temperature=0.7, top_k=k, top_p=p) for k, p in (*CUTS, (90, 1.0), (90, 0.7))]
+    setups = [edge for ask in asks for edge in edge_setups(logits[0], ask, 4000)]
+    assert setups
+    rows, index = logits.expand(len(setups), -1), np.zeros(len(setups), np.int64)
+    bench = Bench.of(vocab, len(setups), "cuda", on_device=True)
+    expected = reference(rows, setups, index).tolist()
+    assert bench.draw(rows.cuda().contiguous(), setups, index).tokens.tolist() == expected
+    alone = Bench.of(vocab, 1, "cuda", on_device=True)
+    assert [int(alone.draw(rows[:1].cuda(), [s], index[:1]).tokens[0]) for s in setups] == expected
+
+
+@pytest.mark.parametrize("kind", ["tail", "levels"])
+def test_top_p_is_a_share_of_all_that_top_k_leaves(kind: str) -> None:
+    logits = random_logits(kind, 1, 150, 5)
+    setups = edge_setups(logits[0], asked(temperature=1.0, top_k=40, top_p=0.39), 4000)
+    rows, index = logits.expand(len(setups), -1).contiguous(), np.zeros(len(setups), np.int64)
+    bench = Bench.of(150, len(setups), "cuda", on_device=True)
+    assert bench.draw(rows.cuda(), setups, index).tokens.tolist() == reference(rows, setups, index).tolist()

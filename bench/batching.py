@@ -1,0 +1,134 @@
+"""The throughput model of delayed batching: against its simulator, and how long a plan takes.
+
+    python -m bench.batching [--requests 1,4,16,64] [--steps 40000] [--markdown FILE]
+
+Nothing is served: step times are those of Qwen3-0.6B with the R2R router and of Qwen3-32B on one H200 (docs/performance.md),
+hand-over rates are typical ones of each algorithm. Compare the two columns of the model and of the simulator with each other, and
+both with a measurement of the daemon.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from trouterd.batching.bound import ideal
+from trouterd.batching.network import Network, StepTime
+from trouterd.batching.plan import plan
+from trouterd.batching.policies import constant
+from trouterd.batching.predictor import Predictor
+from trouterd.batching.search import search
+from trouterd.batching.simulator import Outcome, simulate
+from trouterd.batching.workload import MarkovWorkload
+
+_MS = 1e-3
+SMALL = StepTime(
+    tuple((rows, ms * _MS) for rows, ms in ((1, 0.908), (4, 0.950), (8, 1.010), (16, 1.123), (32, 1.748), (64, 2.220)))
+)
+LARGE = StepTime(((1, 14.880 * _MS), (8, 15.148 * _MS)))
+MOVES = {
+    "CITER": (0.135, 1.0),
+    "R2R, rarely": (0.10, 1.0),
+    "R2R": (0.35, 1.0),
+    "Co-LLM": (0.54, 1.0),
+    "R-Stitch": (0.347, 0.177),
+}
+"""Probabilities that a step of the small model hands over, and that one of the large model hands back."""
+PLACES = {"two GPUs": (0.0, 0.0), "one GPU, MPS": (1.8, 0.06), "one GPU, time slices": (1.0, 1.0)}
+"""Contention of the small and of the large model."""
+_LISTED = 256
+_REPEATS = 5
+_SEED = 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compute, print, write."""
+    options = _parser().parse_args(argv)
+    report = "\n".join([*_against_simulator(options.requests, options.steps), "", *_times()]) + "\n"
+    print(report, end="")
+    if options.markdown:
+        options.markdown.write_text(report)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.batching", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--requests", type=_numbers, default=(1, 4, 16, 64), metavar="LIST", help="1,4,16,64")
+    parser.add_argument("--steps", type=int, default=40_000, metavar="N", help="of a simulation, all requests together")
+    parser.add_argument("--markdown", type=Path, metavar="FILE")
+    return parser
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _against_simulator(requests: Sequence[int], steps: int) -> Iterable[str]:
+    head = (
+        "load",
+        "placement",
+        "requests",
+        "B small, large",
+        "token/s",
+        "simulated",
+        "eager",
+        "x eager",
+        "x large alone",
+        "of ideal",
+    )
+    yield f"| {' | '.join(head)} |"
+    yield "|---|---" + "|---:" * (len(head) - 2) + "|"
+    errors: list[float] = []
+    for load, (there, back) in MOVES.items():
+        for place, contention in PLACES.items():
+            network = Network.pair((SMALL, LARGE), there, back, contention=contention)
+            for count in requests:
+                predictor = Predictor(network, count)
+                found = search(predictor, count)
+                outcome = _run(network, found.thresholds, count, steps)
+                eager = _run(network, (1, 1), count, steps)
+                predicted = found.steps_per_second * network.tokens_per_step
+                errors += [
+                    predicted / outcome.tokens_per_second - 1,
+                    found.eager_steps_per_second / eager.steps_per_second - 1,
+                ]
+                cells = (
+                    load,
+                    place,
+                    count,
+                    ", ".join(map(str, found.thresholds)),
+                    f"{predicted:,.0f}",
+                    f"{outcome.tokens_per_second:,.0f}",
+                    f"{eager.tokens_per_second:,.0f}",
+                    f"{outcome.tokens_per_second / eager.tokens_per_second:.2f}",
+                    f"{outcome.tokens_per_second * LARGE.of(count) / count:.2f}",
+                    f"{outcome.steps_per_second / ideal(network, count):.2f}",
+                )
+                yield f"| {' | '.join(map(str, cells))} |"
+    sizes = sorted(map(abs, errors))
+    yield ""
+    yield f"Model against simulator, best and eager thresholds: mean error {sum(sizes) / len(sizes):.1%}, largest {sizes[-1]:.1%}."
+
+
+def _run(network: Network, thresholds: Sequence[int], requests: int, steps: int) -> Outcome:
+    return simulate(network, constant(thresholds), MarkovWorkload(network.routing, requests, _SEED), steps)
+
+
+def _times() -> Iterable[str]:
+    yield f"| lists for 1 to {_LISTED} requests | CPU ms, fastest of {_REPEATS} |"
+    yield "|---|---:|"
+    for place, contention in PLACES.items():
+        network = Network.pair((SMALL, LARGE), *MOVES["R2R"], contention=contention)
+        seconds = []
+        for _ in range(_REPEATS):
+            started = time.process_time()
+            plan(network, _LISTED)
+            seconds.append(time.process_time() - started)
+        yield f"| R2R, {place} | {1e3 * min(seconds):.0f} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

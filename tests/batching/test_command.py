@@ -1,0 +1,175 @@
+"""`trouterctl batching plan`: without a daemon, without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trouterd import ctl
+from trouterd.interpreter import environment, module_command
+
+PAPER = ["batching", "plan", "--p", "0.35", "--latency-ms", "6.0,27.9", "--concurrency", "4"]
+THREE = [
+    "batching",
+    "plan",
+    "--matrix",
+    ".5,.3,.2; .5,.3,.2; .5,.3,.2",
+    "--latency-ms",
+    "1+.01,3+.03,8+.05",
+    "--concurrency",
+    "8",
+]
+
+
+def answer(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> dict[str, Any]:
+    assert ctl.main([*arguments, "--json"]) == ctl.EXIT_OK
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ctl.main(PAPER) == ctl.EXIT_OK
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "4 requests in flight on 2 GPUs; share of steps: model 0 74.1%, model 1 25.9%"
+    rows = [line.split() for line in lines[3:13]]
+    assert [row[:3] for row in rows[:4]] == [
+        ["1", "1", "187.2"],
+        ["1", "2", "195.4"],
+        ["1", "3", "208.0"],
+        ["1", "4", "190.7"],
+    ]
+    assert [row[-1] for row in rows].index("best") == 2
+    assert "B[n] of model 1 for n = 1 to 4: 1 2 2 3" in lines
+    assert any(line.startswith("model 1 alone  143.4 token/s") for line in lines)
+
+
+def test_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    result = answer(capsys, PAPER)
+    best = result["best"]
+    assert best["thresholds"] == [1, 3]
+    assert best["tokens_per_second"] == pytest.approx(208.0, abs=0.1)
+    assert best["ms_per_token"] == pytest.approx(4e3 / best["tokens_per_second"])
+    assert best["gpu_seconds_per_1000_tokens"] == pytest.approx(2e3 / best["tokens_per_second"])
+    assert result["eager"]["thresholds"] == [1, 1]
+    assert result["slowest_alone"]["tokens_per_second"] == pytest.approx(4 / 27.9e-3)
+    assert best["tokens_per_second"] < result["ideal_tokens_per_second"]
+    assert result["lists"] == [[1, 1, 1, 1], [1, 2, 2, 3]]
+    paid = answer(capsys, [*PAPER, "--gpus", "4"])["best"]
+    assert paid["gpu_seconds_per_1000_tokens"] == pytest.approx(2 * best["gpu_seconds_per_1000_tokens"])
+
+
+def test_shared_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    alone, shared = answer(capsys, PAPER), answer(capsys, [*PAPER, "--contention", "1.8,0.06"])
+    assert (alone["gpus"], shared["gpus"]) == (2, 1)
+    assert shared["eager"]["tokens_per_second"] < 0.8 * alone["eager"]["tokens_per_second"]
+    assert answer(capsys, [*PAPER, "--contention", "1"]) == answer(capsys, [*PAPER, "--contention", "1,1"])
+
+
+def test_matrix_of_three_models(capsys: pytest.CaptureFixture[str]) -> None:
+    kept = answer(capsys, [*THREE, "--commit", "keep"])
+    assert kept["shares"] == pytest.approx([0.5, 0.3, 0.2])
+    assert kept["best"]["thresholds"] == [1, 1, 1]
+    assert kept["best"]["tokens_per_second"] == pytest.approx(1982, rel=0.01)
+    # Half of the entry's tokens are dropped: a quarter of all.
+    assert answer(capsys, THREE)["best"]["tokens_per_second"] == pytest.approx(0.75 * kept["best"]["tokens_per_second"])
+    matrix = answer(capsys, [*THREE, "--commit", "2,2,2;2,2,2;2,2,2"])
+    assert matrix["best"]["tokens_per_second"] == pytest.approx(2 * kept["best"]["tokens_per_second"])
+
+
+def test_pair_as_matrix(capsys: pytest.CaptureFixture[str]) -> None:
+    matrix = ["batching", "plan", "--matrix", "0.65,0.35;1,0", *PAPER[4:]]
+    assert answer(capsys, matrix) == answer(capsys, PAPER)
+    stay = answer(capsys, [*PAPER, "--q", "0.25"])
+    assert stay == answer(capsys, ["batching", "plan", "--matrix", "0.65,0.35;0.25,0.75", *PAPER[4:]])
+    assert stay["shares"] == pytest.approx([0.25 / 0.6, 0.35 / 0.6])
+
+
+def step_file(path: Path, times: dict[int, float], context: int = 128) -> Path:
+    """As bench.step writes it, with a second, longer context."""
+    cases = [{"batch": batch, "context": context, "wall_ms": ms, "floor_ms": 0.1} for batch, ms in times.items()]
+    longer = [case | {"context": 16 * context, "wall_ms": 2 * times[case["batch"]]} for case in cases]  # type: ignore[index]
+    path.write_text(json.dumps({"model": {"name": "m"}, "decode": [*cases, *longer], "skipped": []}))
+    return path
+
+
+def test_measured_step_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [
+        "--step", str(step_file(tmp_path / "small.json", {1: 6.0, 4: 6.0})),
+        "--step", str(step_file(tmp_path / "large.json", {1: 27.9, 4: 27.9})),
+    ]  # fmt: skip
+    measured = ["batching", "plan", "--p", "0.35", *files, "--concurrency", "4"]
+    result = answer(capsys, measured)
+    assert result["best"]["tokens_per_second"] == pytest.approx(208.0, abs=0.1)
+    longer = answer(capsys, [*measured, "--context", "1500"])
+    assert longer["best"]["tokens_per_second"] == pytest.approx(result["best"]["tokens_per_second"] / 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "not a result of bench.step"),
+        ("[1", "not a result of bench.step"),
+        ('{"decode": []}', "no decode step was measured"),
+        ('{"decode": [{"batch": 1, "context": 5, "wall_ms": -1}]}', "not a result of bench.step"),
+        (None, "No such file"),
+    ],
+)
+def test_unusable_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, message: str) -> None:
+    path = tmp_path / "step.json"
+    if content is not None:
+        path.write_text(content)
+    files = ["--step", str(path), "--step", str(path)]
+    assert ctl.main(["batching", "plan", "--p", "0.3", *files, "--concurrency", "4"]) == ctl.EXIT_USAGE
+    complaint = capsys.readouterr().err
+    assert complaint.startswith(f"trouterctl: {path}: ")
+    assert message in complaint
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["batching"], "ACTION"),
+        (["batching", "plan", "--p", "1.5", *PAPER[4:]], "--p: expected a probability, got '1.5'"),
+        (["batching", "plan", "--p", "x", *PAPER[4:]], "--p: expected a probability, got 'x'"),
+        (["batching", "plan", *PAPER[4:]], "--p --matrix is required"),
+        ([*PAPER[:-1], "0"], "--concurrency: expected a whole number"),
+        ([*PAPER[:-1], "2.5"], "--concurrency: expected a whole number"),
+        ([*PAPER, "--latency-ms", "6,-1"], "--latency-ms: expected milliseconds"),
+        ([*PAPER, "--contention", "nan"], "--contention: expected numbers of 0 or more"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        ctl.main(arguments)
+    assert caught.value.code == ctl.EXIT_USAGE
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["batching", "plan", "--matrix", "0.6,0.3;1,0", *PAPER[4:]],
+            "routing: the row [0.6, 0.3] sums to 0.9, not to 1",
+        ),
+        (["batching", "plan", "--matrix", "1;1", *PAPER[4:]], "routing: 2 models need 2 rows of 2, got rows of 1 / 1"),
+        ([*THREE, "--q", "0.5"], "--q belongs to --p"),
+        ([*THREE, "--commit", "1,1;1,1"], "commit: 3 models need 3 rows of 3"),
+        ([*PAPER, "--contention", "1,1,1"], "contention: 3 values for 2 models"),
+        ([*PAPER, "--latency-ms", "1,2,3"], "routing: 3 models need 3 rows of 3"),
+    ],
+)
+def test_options_that_do_not_fit(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ctl.main(arguments) == ctl.EXIT_USAGE
+    assert message in capsys.readouterr().err
+
+
+def test_plans_without_torch() -> None:
+    code = f"import sys; from trouterd import ctl; ctl.main({PAPER}); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([module_command("x")[0], "-c", code], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "208.0" in done.stdout

@@ -1,0 +1,141 @@
+"""`trouterctl batching`: its command line. Imports nothing heavy, so that trouterctl starts at once."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+Part = TypeVar("Part")
+Matrix = tuple[tuple[float, ...], ...]
+
+_PLAN = """\
+Predicts the throughput of delayed-batching thresholds and finds the best ones. Needs no daemon.
+
+  trouterctl batching plan --p 0.35 --latency-ms 6.0,27.9 --concurrency 4
+  trouterctl batching plan --p 0.35 --step small.json --step large.json --concurrency 16 --contention 1.8,0.06
+  trouterctl batching plan --matrix '.5,.3,.2;.5,.3,.2;.5,.3,.2' --commit keep --latency-ms 1+.01,3+.03,8+.05 --concurrency 8
+"""
+
+
+def add_actions(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) -> None:
+    """The actions of the verb; `options.local` is what one does that asks no daemon, given the parsed options.
+
+    Args:
+        parser: of the verb.
+        shared: options that every action takes.
+    """
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    plan = actions.add_parser(
+        "plan",
+        help="predict throughput and find the best thresholds, without a daemon",
+        description=_PLAN,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[shared],
+    )
+    _add_plan(plan)
+
+
+def _add_plan(plan: argparse.ArgumentParser) -> None:
+    moves = plan.add_mutually_exclusive_group(required=True)
+    moves.add_argument(
+        "--p", type=_probability, metavar="P", help="two models: share of the entry's steps that hand over"
+    )
+    moves.add_argument(
+        "--matrix", type=_matrix, metavar="ROWS", help="routing matrix: rows with ';' between, numbers with ',' between"
+    )
+    plan.add_argument(
+        "--q",
+        type=_probability,
+        default=None,
+        metavar="Q",
+        help="with --p: share of the peer's steps that hand back (1)",
+    )
+    times = plan.add_mutually_exclusive_group(required=True)
+    times.add_argument(
+        "--latency-ms",
+        type=_list_of(_latency),
+        metavar="LIST",
+        help="step time of each model, entry first: MS, or MS+MS for what every request of a batch adds",
+    )
+    times.add_argument(
+        "--step", type=Path, action="append", metavar="FILE", help="JSON of bench.step, once per model, entry first"
+    )
+    plan.add_argument(
+        "--context", type=_count, metavar="TOKENS", help="with --step: nearest measured context (shortest)"
+    )
+    plan.add_argument("--concurrency", type=_count, required=True, metavar="N", help="requests in flight")
+    plan.add_argument(
+        "--commit",
+        type=_commit,
+        default="rewrite",
+        metavar="HOW",
+        help="rewrite: what the entry routes away is dropped (default); keep: every step commits; or a matrix of tokens per move",
+    )
+    plan.add_argument(
+        "--contention",
+        type=_list_of(_factor),
+        default=(),
+        metavar="LIST",
+        help="by how much each other running model prolongs a model's step; one number for all, or one per model"
+        " (0: GPUs of their own; 1: time slices of one)",
+    )
+    plan.add_argument(
+        "--gpus", type=_count, metavar="N", help="GPUs paid for (one per model; one in all with contention)"
+    )
+    plan.add_argument("--max-batch", type=_count, metavar="N", help="most requests of a batch")
+    plan.set_defaults(local=_run_plan)
+
+
+def _run_plan(options: argparse.Namespace) -> int:
+    # Only here: numpy takes longer to import than everything else that trouterctl does.
+    from trouterd.batching.command import run_plan
+
+    return run_plan(options)
+
+
+def _list_of(part: Callable[[str], Part]) -> Callable[[str], tuple[Part, ...]]:
+    def parse(text: str) -> tuple[Part, ...]:
+        return tuple(part(word.strip()) for word in text.split(","))
+
+    return parse
+
+
+def _number(text: str, least: float, most: float, what: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = float("nan")
+    if not least <= number <= most:
+        raise argparse.ArgumentTypeError(f"expected {what}, got {text!r}")
+    return number
+
+
+def _probability(text: str) -> float:
+    return _number(text, 0, 1, "a probability")
+
+
+def _factor(text: str) -> float:
+    return _number(text, 0, 1e6, "numbers of 0 or more")
+
+
+def _count(text: str) -> int:
+    number = _number(text, 1, 1 << 20, "a whole number from 1 on")
+    if number != int(number):
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
+    return int(number)
+
+
+def _latency(text: str) -> tuple[float, float]:
+    base, plus, more = text.partition("+")
+    what = "milliseconds such as 6.0 or 8+0.05"
+    return _number(base, 1e-6, 1e9, what), _number(more, 0, 1e9, what) if plus else 0.0
+
+
+def _matrix(text: str) -> Matrix:
+    return tuple(_list_of(_factor)(row) for row in text.split(";"))
+
+
+def _commit(text: str) -> str | Matrix:
+    return text if text in ("rewrite", "keep") else _matrix(text)
