@@ -252,7 +252,7 @@ async def answers(cluster: Cluster, count: int, tokens: int = 24) -> list[tuple[
 async def test_thresholds_change_batches_but_no_token(device: str, small: int, large: int) -> None:
     async with pair().running() as cluster:
         expected = await answers(cluster, 6)
-        configure(cluster, [1, *[small] * 5], [1, *[large] * 5], linger=0.02)
+        configure(cluster, [1, *[small] * 5], [1, *[large] * 5], linger=0.005)
         assert await answers(cluster, 6) == expected
         rule = cluster.workers["large"].launching
         assert rule.reasons[Reason.THRESHOLD] + rule.reasons[Reason.LINGER] > 0
