@@ -19,6 +19,7 @@ class Outbox:
         self.producer = producer
         self._spill: deque[tuple[bytes, int]] = deque()
         self._bytes = 0
+        self._gathering = False
         self._max_records = spill_records
         self._max_bytes = spill_bytes
         # A producer before this one may have died with messages in its spill.
@@ -29,7 +30,7 @@ class Outbox:
 
         Raises MessageTooLargeError, RingClosedError, RingPoisonedError.
         """
-        if not self._spill or self._push_spilled():
+        if not self._gathering and (not self._spill or self._push_spilled()):
             if self.producer.try_push(payload, kind) is not PushResult.FULL:
                 return True
         elif len(payload) > self.producer.segment.spec.max_message:
@@ -41,9 +42,19 @@ class Outbox:
         self._spill.append((payload, kind))
         self._bytes += len(payload)
         self._show_depth()
-        if len(self._spill) == 1:
+        if len(self._spill) == 1 and not self._gathering:
             self.flush()
         return True
+
+    def gather(self) -> None:
+        """From now on keep messages in the spill, until `release`: a sleeping consumer then finds them all when it wakes."""
+        self._gathering = True
+
+    def release(self) -> None:
+        """Send what was gathered, at once."""
+        self._gathering = False
+        if self._spill:
+            self.flush()
 
     def flush(self) -> int:
         """Moves what fits from the spill to the ring; if some stays, the space event will fire. Returns the number."""

@@ -145,15 +145,12 @@ class Estimator:
         if len(samples) < ENOUGH_STEPS:
             return
         batch, seconds, overlap = (np.array(column, dtype=np.float64) for column in zip(*samples, strict=True))
-        told = shares and float(np.std(overlap)) > _SPREAD
         factor = learned.contention
-        for _ in range(8 if told else 1):
-            base, slope = _line(batch, seconds / (1 + factor * overlap))
-            if told:
-                excess = seconds / (base + slope * batch) - 1
-                factor = max(0.0, float(np.dot(excess, overlap) / np.dot(overlap, overlap)))
+        if shares and float(np.std(overlap)) > _SPREAD:
+            factor = _contention(batch, seconds, overlap)
         learned.contention = factor
         alone = seconds / (1 + factor * overlap)
+        base, slope = _line(batch, alone)
         misfit = float(np.mean(np.abs(base + slope * batch - alone)) / np.mean(alone))
         sizes = np.unique(batch)
         if misfit > _MISFIT and len(sizes) > 2:
@@ -183,6 +180,14 @@ def _line(batch: Floats, seconds: Floats) -> tuple[float, float]:
         slope = min(max(slope, 0.0), float(np.average(medians, weights=counts)) / mean)
     base = float(np.average(medians - slope * sizes, weights=counts))
     return max(base, 1e-7), slope
+
+
+def _contention(batch: Floats, seconds: Floats, overlap: Floats) -> float:
+    """k of (a + c b)(1 + k o), from the least squares of its four products."""
+    columns = np.stack([np.ones_like(batch), batch, overlap, overlap * batch], axis=1)
+    base, slope, shared, both = np.linalg.lstsq(columns, seconds, rcond=None)[0].tolist()
+    mean = float(np.mean(batch))
+    return max(0.0, (shared + both * mean) / max(base + slope * mean, 1e-9))
 
 
 def _overlap(begin: Floats, end: Floats, others: Sequence[Step]) -> Floats:

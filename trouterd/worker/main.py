@@ -73,7 +73,9 @@ class WorkerProcess:
             self._receive,
             self._receive_stale,
         )
-        worker.outbound.connect(lambda target, message: self.links.send(self._name_of(target), message))
+        worker.outbound.connect(
+            lambda target, message: self.links.send(self._name_of(target), message), self.links.together
+        )
 
     def register(self) -> None:
         """Answer the control link's verbs and follow the other processes' states."""

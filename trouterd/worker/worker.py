@@ -225,7 +225,8 @@ class Worker:
 
     def _commit(self, outcome: Outcome) -> None:
         self.observer.note(outcome, time.monotonic())
-        self.outcomes.commit(outcome)
+        with self.outbound.together():
+            self.outcomes.commit(outcome)
 
     def _poll(self) -> Outcome | None:
         try:
