@@ -30,13 +30,13 @@ class Outbox:
 
         Raises MessageTooLargeError, RingClosedError, RingPoisonedError.
         """
-        if not self._gathering and (not self._spill or self._push_spilled()):
+        if (not self._gathering or self._full(payload)) and (not self._spill or self._push_spilled()):
             if self.producer.try_push(payload, kind) is not PushResult.FULL:
                 return True
         elif len(payload) > self.producer.segment.spec.max_message:
             # The push refuses what could never leave the spill, and says why.
             self.producer.try_push(payload, kind)
-        if len(self._spill) >= self._max_records or self._bytes + len(payload) > self._max_bytes:
+        if self._full(payload):
             self.producer.count(ProducerCounter.REJECTED)
             return False
         self._spill.append((payload, kind))
@@ -77,6 +77,9 @@ class Outbox:
         # Twice the size covers the padding at the end of the buffer; an empty ring takes every message.
         enough = max(capacity // 4, 2 * (RECORD_HEADER + aligned(len(self._spill[0][0]))))
         return self.producer.free_bytes >= min(enough, capacity)
+
+    def _full(self, payload: bytes) -> bool:
+        return len(self._spill) >= self._max_records or self._bytes + len(payload) > self._max_bytes
 
     def _push_spilled(self) -> bool:
         """True once the spill is empty."""

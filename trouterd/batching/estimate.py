@@ -185,7 +185,7 @@ def _line(batch: Floats, seconds: Floats) -> tuple[float, float]:
 def _contention(batch: Floats, seconds: Floats, overlap: Floats) -> float:
     """k of (a + c b)(1 + k o), from the least squares of its four products."""
     columns = np.stack([np.ones_like(batch), batch, overlap, overlap * batch], axis=1)
-    base, slope, shared, both = np.linalg.lstsq(columns, seconds, rcond=None)[0].tolist()
+    base, slope, shared, both = map(float, np.linalg.lstsq(columns, seconds, rcond=None)[0])
     mean = float(np.mean(batch))
     return max(0.0, (shared + both * mean) / max(base + slope * mean, 1e-9))
 
