@@ -21,7 +21,7 @@ from trouterd.batching.plan import plan
 from trouterd.batching.predictor import Predictor
 from trouterd.batching.replay import RunWorkload, best, geometric
 from trouterd.batching.report import Report, Step
-from trouterd.config import Config, Model, Route
+from trouterd.config import Batching, Config, Model, Route, Server
 
 NAMES = ("small", "large")
 
@@ -274,5 +274,8 @@ def test_a_folder_that_is_not_there_costs_the_file_alone(tmp_path: Path, caplog:
 
 
 def test_where_the_file_is() -> None:
-    given = Config()
+    given = Config(server=Server(control="/run/t/t.ctl"))
+    assert state.path_of(given, {}) == Path("/run/t/t.batching.json")
+    assert state.path_of(Config(), {}) is None
+    assert state.path_of(Config(batching=Batching(state="/a/b")), {}) == Path("/a/b")
     assert state.path_of(given, {"STATE_DIRECTORY": "/var/lib/a:/var/lib/b"}) == Path("/var/lib/a/batching.json")

@@ -123,7 +123,7 @@ class Batching:
         now = time.monotonic()
         return {
             "mode": self._control.config.batching.mode,
-            "state_file": str(self._path),
+            "state_file": str(self._path or ""),
             "groups": [_facts(controller, now) for controller in self.controllers],
         }
 

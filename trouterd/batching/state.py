@@ -27,18 +27,21 @@ class _File(msgspec.Struct):
     """By the group's first model."""
 
 
-def path_of(config: Config, environ: Mapping[str, str]) -> Path:
-    """Where the file is: batching.state, else systemd's state directory, else beside the control socket."""
+def path_of(config: Config, environ: Mapping[str, str]) -> Path | None:
+    """Where the file is: batching.state, else systemd's state directory, else beside the control socket; None without any."""
     if config.batching.state:
         return Path(config.batching.state)
     # Several folders are separated by colons; the first one is the unit's own.
     if folder := environ.get("STATE_DIRECTORY", "").partition(":")[0]:
         return Path(folder) / NAME
-    return Path(config.server.control).with_suffix(f".{NAME}")
+    control = config.server.control
+    return Path(control).with_suffix(f".{NAME}") if control else None
 
 
-def load(path: Path, fingerprint: str) -> dict[str, Kept]:
+def load(path: Path | None, fingerprint: str) -> dict[str, Kept]:
     """What the file keeps; nothing where it is absent, unreadable, of another version or of other models, which is logged."""
+    if path is None:
+        return {}
     try:
         kept = msgspec.json.decode(path.read_bytes(), type=_File)
     except FileNotFoundError:
@@ -52,8 +55,10 @@ def load(path: Path, fingerprint: str) -> dict[str, Kept]:
     return kept.groups
 
 
-def save(path: Path, fingerprint: str, groups: dict[str, Kept]) -> None:
+def save(path: Path | None, fingerprint: str, groups: dict[str, Kept]) -> None:
     """Replace the file, all or nothing; a failure is logged."""
+    if path is None:
+        return
     fresh = path.with_name(f"{path.name}.new")
     try:
         fresh.write_bytes(msgspec.json.format(msgspec.json.encode(_File(VERSION, fingerprint, groups))))
