@@ -3,9 +3,9 @@
     python -m bench.batching --daemon [--requests 4,8,16] [--seconds 8] [--step-ms 6,28] [--markdown FILE] [--plots FOLDER]
 
 Step times are scripted, everything else is real: HTTP, rings, schedulers, hand-offs. Throughput is what workers committed in a
-window during which a fixed number of streams is under way. Predictions take step times as measured in that window, so that they
-say how good the model is and not how precisely a process sleeps. What the daemon cannot do, all models stepping together, is
-simulated.
+window during which a fixed number of streams is under way. Predictions take step times as measured in that window, from launch
+to results in the decode loop, so that they say how good the model is and not how precisely a process sleeps. What the daemon
+cannot do, all models stepping together, is simulated with the same times.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ async def _measure(served: Served, report: Report, requests: Sequence[int]) -> N
             for how, thresholds in tries.items():
                 _pin(link, thresholds, count)
                 report.runs.append(await _window(link, report.seconds, count, "geometric", how, SETTLE))
-        outcome = simulate(nominal, Synchronous(), MarkovWorkload(nominal.routing, count, 0), _SYNC_STEPS)
+        eager = nominal_of(next(run for run in report.runs if run.requests == count))
+        outcome = simulate(eager, Synchronous(), MarkovWorkload(eager.routing, count, 0), _SYNC_STEPS)
         report.synchronous[count] = outcome.tokens_per_second
     middle = requests[len(requests) // 2]
     for pattern in PATTERNS:
@@ -188,7 +189,7 @@ async def _window(link: Link, seconds: float, count: int, pattern: str, how: str
         return float(after[name][key] - before[name][key])
 
     span = grown(NAMES[0], "now")
-    step_ms = tuple(1e3 * grown(name, "step_seconds") / grown(name, "steps") for name in NAMES)
+    step_ms = tuple(1e3 * grown(name, "busy_seconds") / grown(name, "steps") for name in NAMES)
     run = Run(
         requests=count,
         pattern=pattern,
@@ -273,7 +274,7 @@ def markdown(report: Report) -> Iterable[str]:
         yield f"| {' | '.join(map(str, cells))} |"
     yield ""
     for count, rate in report.synchronous.items():
-        yield f"Models that step together, {count} requests: {rate:.1f} token/s, simulated with the scripted times."
+        yield f"Models that step together, {count} requests: {rate:.1f} token/s, simulated with the step times of the eager run."
 
 
 def plots(report: Report, folder: Path) -> list[Path]:

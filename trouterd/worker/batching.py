@@ -69,7 +69,7 @@ class Batching:
             "tokens": stats.tokens,
             "handoffs": stats.handoffs.total(),
             "steps": stats.steps,
-            "step_seconds": stats.step_seconds.sum,
+            "busy_seconds": worker.observer.busy_seconds,
             "step_requests": stats.batch_requests.sum,
         }
 

@@ -19,13 +19,24 @@ class Observer:
     def __init__(self, stats: Stats) -> None:
         self._stats = stats
         self._decisions = 0
+        self.busy_seconds = 0.0
+        """Of all steps, what they cost around the model included."""
         self._steps: deque[Step] = deque(maxlen=STEPS)
 
-    def note(self, outcome: Outcome, now: float) -> None:
-        """A step has ended; to be called before it changes its requests."""
+    def note(self, outcome: Outcome, begin: float, now: float) -> None:
+        """A step has ended; to be called before it changes its requests.
+
+        Args:
+            outcome: what it decided.
+            begin: when the decode loop launched it, if it was alone then: until `now` the model could do nothing else. 0: it was
+                queued behind another step, and took what the device says.
+            now: time.monotonic().
+        """
         self._decisions += sum(outcome.alive)
+        seconds = now - begin if begin else outcome.seconds
+        self.busy_seconds += seconds
         if all(map(_no_prompt, outcome.chunks)):
-            self._steps.append(Step(now - outcome.seconds, outcome.seconds, len(outcome.chunks)))
+            self._steps.append(Step(now - seconds, seconds, len(outcome.chunks)))
 
     def report(self, now: float, active: int, version: int) -> Report:
         """All counts, and the steps since the last report."""

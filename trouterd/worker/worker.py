@@ -97,6 +97,8 @@ class Worker:
         self._inbox: deque[Event] = deque()
         self._wake = asyncio.Event()
         self._closing = False
+        self._begun = 0.0
+        """When the step in flight was launched, if it is the only one; 0 otherwise."""
 
     # From the other two loops
 
@@ -190,6 +192,7 @@ class Worker:
     async def _launch(self, chunks: list[Chunk]) -> None:
         self._note_start(chunks)
         begun = time.monotonic()
+        self._begun = 0.0 if self.stepper.in_flight else begun
         try:
             await self.stepper.launch(chunks)
         except Exception as error:  # the worker's boundary: a failed step ends its requests, not the worker
@@ -232,7 +235,7 @@ class Worker:
                 self._commit(outcome)
 
     def _commit(self, outcome: Outcome) -> None:
-        self.observer.note(outcome, time.monotonic())
+        self.observer.note(outcome, self._begun, time.monotonic())
         with self.outbound.together():
             self.outcomes.commit(outcome)
 
