@@ -9,6 +9,7 @@ import grp
 import re
 from pathlib import Path
 
+from trouterd.batching.launch import feasible
 from trouterd.config import Config, Model, Route
 from trouterd.keys import dotted, suggestion
 
@@ -33,7 +34,36 @@ def config_problems(config: Config) -> list[str]:
         problems += _gpu_problems(config)
     for name, route in config.routes.items():
         problems += _name_problems("routes", name) + _route_problems(name, route, config)
+    return problems or threshold_problems(config)
+
+
+def threshold_problems(config: Config) -> list[str]:
+    """Lists of delayed batching with which requests could wait for each other."""
+    problems = []
+    for name, model in config.models.items():
+        for active, threshold in enumerate(model.thresholds, start=1):
+            if threshold > active:
+                problems.append(
+                    f"models.{name}.thresholds: {threshold} for {active} active requests, of which no more can be ready"
+                )
+                break
+    for name, route in config.routes.items():
+        if not problems and (problem := _deadlock(name, route, config)):
+            problems.append(problem)
     return problems
+
+
+def _deadlock(name: str, route: Route, config: Config) -> str:
+    lists = {model: config.models[model].thresholds for model in route.models if config.models[model].thresholds}
+    for active in range(1, max(map(len, lists.values()), default=0) + 1):
+        thresholds = [values[min(active, len(values)) - 1] for values in lists.values()]
+        if not feasible(thresholds, active):
+            given = ", ".join(f"{model} {threshold}" for model, threshold in zip(lists, thresholds, strict=True))
+            return (
+                f"models.{next(iter(lists))}.thresholds: with {active} active requests of route '{name}' all models could wait"
+                f" at once ({given}): the thresholds less 1 must sum to less than {active}"
+            )
+    return ""
 
 
 def parse_listen(listen: str) -> tuple[str, int]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from trouterd import ctl
+from trouterd import ctl, top
 from trouterd.control import Call, Reply, pack_frame, receive_frame
 from trouterd.interpreter import environment, module_command
 
@@ -135,3 +137,58 @@ def test_starts_without_heavy_imports() -> None:
     command = [module_command("x")[0], "-c", code]
     loaded = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "aiohttp", "asyncio", "numpy", "rich", "transformers", "uvloop"} & set(loaded)
+
+
+def test_batching_changes_are_settings(fake: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    calls = fake(Reply(id=1, result={"key": "batching.mode", "old": "eager", "new": "auto", "pending": []}))
+    assert ctl.main(["batching", "auto"]) == ctl.EXIT_OK
+    assert (calls[0].verb, calls[0].args) == ("set", {"key": "batching.mode", "value": "auto"})
+    assert capsys.readouterr().out == "batching.mode: eager -> auto\n"
+    calls = fake(Reply(id=1, error="models.large.thresholds: 2 for 1 active requests", refused=True))
+    assert ctl.main(["batching", "set", "large", "2,2"]) == ctl.EXIT_REFUSED
+    assert calls[0].args == {"key": "models.large.thresholds", "value": [2, 2]}
+    with pytest.raises(SystemExit):
+        ctl.main(["batching", "set", "large", "1,0"])
+
+
+def look(steps: int, tokens: int, now: float) -> dict[str, Any]:
+    model = {"now": now, "mode": "auto", "threshold": 3, "thresholds": [1, 2, 3], "linger_ms": 56.0, "active": 4}
+    model |= {"reasons": {"threshold": steps}, "queue": 0, "pending": 2, "tokens": tokens, "handoffs": tokens // 2}
+    model |= {"steps": steps, "step_requests": steps * 2.5, "held_seconds": now / 4}
+    group = {"models": ["small", "large"], "state": "settled", "active": 4.0, "measured": 150.0, "predicted": 160.0}
+    group |= {
+        "ideal": 200.0,
+        "routing": {"small": [0.65, 0.35]},
+        "step_ms": {"small": 6.0},
+        "contention": {"small": 0.0},
+    }
+    return {"models": {"small": model, "large": {"error": "large is down"}}, "controller": {"groups": [group]}}
+
+
+def test_batching_show(fake: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    fake(Reply(id=1, result=look(10, 100, 4.0)))
+    assert ctl.main(["batching", "show"]) == ctl.EXIT_OK
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["MODEL", "MODE", "ACTIVE", "B", "LINGER", "MS", "LAUNCHES", "BY", "LIST"],
+        ["small", "auto", "4", "3", "56.0", "threshold", "10", "1,2,3"],
+        [],
+        ["small", ">", "large:", "settled"],
+        ["token/s:", "measured", "150.0,", "predicted", "160.0,", "ideal", "200.0", "at", "4.0", "active", "requests"],
+        ["small:", "step", "6.00", "ms,", "goes", "on", "to", "0.650", "0.350,", "contention", "0.00"],
+    ]
+
+
+def test_top_takes_rates_between_two_looks(capsys: pytest.CaptureFixture[str]) -> None:
+    looks = iter([look(10, 100, 4.0), look(30, 200, 6.0)] * 2)
+    options = argparse.Namespace(once=True, json=False, interval=0.05)
+    assert top.watch(options, lambda: next(looks)) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1] == ["small", "2.5", "3", "4", "0", "2", "25%", "50.0", "25.0", "10.0"]
+    assert lines[2] == ["large", "large", "is", "down"]
+    assert lines[3][-4:] == ["75%", "of", "ideal;", "settled"]
+    options.json = True
+    assert top.watch(options, lambda: next(looks)) == 0
+    view = json.loads(capsys.readouterr().out)
+    assert view["models"]["small"]["tokens_per_second"] == 50.0
+    assert view["groups"][0]["of_ideal"] == 0.75
+    assert top.rates(look(30, 200, 6.0), look(10, 100, 9.0))["models"]["small"] == {"error": "it has just been started"}

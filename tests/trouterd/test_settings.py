@@ -369,3 +369,33 @@ def test_set_value_refuses(file: Path, name: str, value: object, why: str) -> No
 def test_every_key_is_documented() -> None:
     assert "# \n" not in dump(Config())
     assert msgspec.to_builtins(Config())  # the defaults themselves are valid
+
+
+@pytest.mark.parametrize(
+    ("small", "big", "words"),
+    [
+        ("[1, 3]", "[]", "models.small.thresholds: 3 for 2 active requests, of which no more can be ready"),
+        ("[2]", "[]", "models.small.thresholds: 2 for 1 active requests, of which no more can be ready"),
+        (
+            "[1, 2, 2]",
+            "[1, 1, 3]",
+            "with 3 active requests of route 'pair' all models could wait at once (small 2, big-1.7b 3)",
+        ),
+        ("[1, 2]", "[1, 1, 2, 3]", "with 3 active requests"),
+    ],
+)
+def test_lists_of_delayed_batching_that_could_deadlock(file: Path, small: str, big: str, words: str) -> None:
+    values = {"models.small.thresholds": small, "models.big-1.7b.thresholds": big}
+    with pytest.raises(ConfigError) as caught:
+        load(file, {}, list(values.items()))
+    assert words in str(caught.value)
+
+
+def test_lists_of_delayed_batching(file: Path) -> None:
+    config = load(file, {}, [("models.small.thresholds", "[1, 1, 2]"), ("models.big-1.7b.thresholds", "[1, 2, 2]")])
+    assert config.models["big-1.7b"].thresholds == [1, 2, 2]
+    assert config.batching.mode == "auto"
+    assert {"batching.mode", "batching.relax", "models.*.thresholds", "models.*.linger_ms"} <= set(live_keys())
+    for value in ("[0]", "[1.5]", "3", '["a"]'):
+        with pytest.raises(ConfigError):
+            set_value(config, "models.small.thresholds", value)

@@ -106,7 +106,7 @@ class Handoffs:
         request.holder = model
         request.pending_since_ns = now
         self.scheduler.pend(request)
-        self.stats.handoff(self.index, target, stop - start)
+        self.stats.handoff(self.index, target, stop - start, stop - request.visit_start + (held != NO_TOKEN))
         return True
 
     def stream(self, request: Request, holder: int) -> bool:
@@ -130,7 +130,8 @@ class Handoffs:
         request.handoff_seq += 1
         if not finish:
             request.handoffs += 1
-            self.stats.handoff(self.index, request.entry, request.output_length - start)
+            length = request.output_length
+            self.stats.handoff(self.index, request.entry, length - start, length - request.visit_start)
         self.outbound.post(
             request.entry,
             self._to_entry(request, start, partial=False, destination=request.entry, finish=finish, trim=trim),
@@ -319,6 +320,8 @@ class Handoffs:
 
     def _back_here(self, request: Request) -> None:
         request.holder = request.route.side
+        if request.is_entry:
+            request.visit_start = request.output_length
         request.pending_ns += time.monotonic_ns() - request.pending_since_ns
         self.scheduler.add(request)
 

@@ -89,7 +89,7 @@ class Request:
     visit_source: int = 0
     """Visitor: worker index of the sender of the hand-off that brought it here."""
     visit_start: int = 0
-    """Visitor: output length when this visit began."""
+    """Output length when the request last came here."""
     finish: str = ""
     trim: int = 0
     error: str = ""

@@ -75,6 +75,8 @@ class Scheduler:
         """Running requests that got no row in the last step, for lack of budget or pages."""
         self.hosted: set[int] = set()
         """Requests here whose tokens the host decides."""
+        self.short_of_room = False
+        """The last plan left a request waiting, or a visitor's prompt unfed, for lack of room."""
         self.preemptions = 0
         self.evictions = 0
         self._most_logits = max(len(kv.page_table), _LOGIT_ROWS)
@@ -143,6 +145,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         planned: set[int] = set()
         self._logits_left = self._most_logits
+        self.short_of_room = False
         for request, due in self._service_order():
             if budget == 0:
                 break
@@ -155,7 +158,9 @@ class Scheduler:
                 chunks.append(self._chunk(request, count))
                 budget -= count
         budget -= self._admit(chunks, planned, budget)
-        if not self.waiting:
+        if self.waiting:
+            self.short_of_room = budget > 0
+        else:
             # A warm visitor runs without waiting: it would overtake them.
             self._warm(chunks, budget)
         self._overdue.clear()
@@ -163,6 +168,13 @@ class Scheduler:
             self._overdue.update(r.rid for r in self.running if r.rid not in planned and r.due)
             self.running.sort(key=lambda r: r.rid not in self._overdue)
         return chunks
+
+    @property
+    def cold(self) -> bool:
+        """A visitor's prompt is to be prefilled, and nothing is known to be in the way."""
+        if self.short_of_room or self.waiting:
+            return False
+        return any(r.warm and r.fed < r.prompt_length - 1 for r in self._cold.values())
 
     def blocked_visitor(self) -> Request | None:
         """A visitor that no progress of this worker can make room for: it has to be refused.
@@ -230,11 +242,16 @@ class Scheduler:
                 del self._cold[request.rid]
                 continue
             if request.slot == NO_SLOT and not self._attach(request):
+                self.short_of_room = True
                 return
             count = min(target - request.fed, budget)
-            if count > 0 and self.kv.reserve(request.slot, request.fed + count):
-                chunks.append(Chunk(request, request.fed, count, 0, False, request.residency))
-                budget -= count
+            if count <= 0:
+                continue
+            if not self.kv.reserve(request.slot, request.fed + count):
+                self.short_of_room = True
+                continue
+            chunks.append(Chunk(request, request.fed, count, 0, False, request.residency))
+            budget -= count
 
     def _has_room(self, request: Request, planned: set[int]) -> bool:
         """Room for the whole request now and one more page for each running one: less would admit only to preempt."""
