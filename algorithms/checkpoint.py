@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from algorithms.registry import AlgorithmError
+
+_DAMAGED = (
+    pickle.UnpicklingError,
+    struct.error,
+    RuntimeError,
+    EOFError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+)
+"""What torch's reader raises at files that are cut off or damaged."""
 
 
 def load_mapping(path: Path, key: str) -> dict[str, Any]:
@@ -28,7 +42,7 @@ def load_mapping(path: Path, key: str) -> dict[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise AlgorithmError(f"{key}: {path}: {error.strerror or error}", key) from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except _DAMAGED as error:
         reason = str(error).split("\n", 1)[0]
         raise AlgorithmError(
             f"{key}: {path}: not a checkpoint of tensors and plain values (code is never run): {reason}", key

@@ -110,7 +110,8 @@ def _in_proportion(turn: _Number, weights: Sequence[_Number]) -> _Number:
 def _check(params: MEParams, models: tuple[str, ...]) -> None:
     if len(params.weights) != len(models):
         raise ValueError(f"weights: {len(params.weights)} given for {len(models)} models")
-    if sum(params.weights) == 0:
+    # As rows carry them: 1e-60 is 0 there.
+    if not np.array(params.weights, np.float32).any():
         raise ValueError("weights: at least one must be above 0")
 
 

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
-from safetensors.torch import load_file
+from torch import nn
 from torch.nn import functional
 
-from algorithms.checkpoint import Tensors, load_mapping
+from algorithms.checkpoint import Tensors, load_mapping, load_safetensors
 from algorithms.registry import AlgorithmError
 from models.quiet import quiet
 
@@ -39,22 +38,23 @@ class Classifier:
 
         if not (path / "config.json").is_file():
             raise _error(path, "no config.json; expected a Hugging Face model directory")
+        place: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         try:
-            config = AutoConfig.from_pretrained(path, local_files_only=True)
-            if config.num_labels != _LABELS:
-                raise _error(path, f"config.json: {config.num_labels} labels, {_LABELS} are needed")
-            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            config = AutoConfig.from_pretrained(path, **place)
+            tokenizer = AutoTokenizer.from_pretrained(path, **place)
             with quiet():
                 model, report = AutoModelForSequenceClassification.from_pretrained(
-                    path, config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True
+                    path, config=config, dtype=torch.float32, weights_only=True, output_loading_info=True, **place
                 )
-        except (OSError, ValueError, RuntimeError, safetensors.SafetensorError) as error:
-            raise _error(path, " ".join(str(error).split())) from error
+        except Exception as error:  # of a damaged file; the tokenizer's Rust extension raises nothing narrower
+            raise _error(path, f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+        if config.num_labels != _LABELS:
+            raise _error(path, f"config.json: {config.num_labels} labels, {_LABELS} are needed")
         if missing := sorted(report["missing_keys"]):
             raise _error(path, f"{missing[0]}: missing ({len(missing)} in all)")
         self._tokenizer = tokenizer
         self._model = model.eval()
-        self._longest = min(tokenizer.model_max_length, getattr(config, "max_position_embeddings", 1 << 30))
+        self._longest = min(tokenizer.model_max_length, _positions(model))
 
     def __call__(self, text: str) -> float:
         """The score of a prompt."""
@@ -74,7 +74,7 @@ class MatrixFactorization:
     def __init__(self, path: Path) -> None:
         """`path`: a file, or a directory with one. Raises AlgorithmError naming the file and the tensor."""
         file = _weights_in(path)
-        state = _tensors(file)
+        state = (load_safetensors if file.suffix == ".safetensors" else load_mapping)(file, _KEY)
         tensors = Tensors(file, _KEY, state)
 
         def matrix(name: str) -> tuple[int, int]:
@@ -114,13 +114,12 @@ def _weights_in(path: Path) -> Path:
     return found
 
 
-def _tensors(file: Path) -> dict[str, Any]:
-    if file.suffix != ".safetensors":
-        return load_mapping(file, _KEY)
-    try:
-        return dict(load_file(file))
-    except (OSError, safetensors.SafetensorError) as error:
-        raise _error(file, " ".join(str(error).split())) from error
+def _positions(model: Any) -> int:
+    """Tokens that a classifier has positions for. Those of the RoBERTa family are counted from behind the padding id."""
+    table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
+    if isinstance(table, nn.Embedding) and table.padding_idx is not None:
+        return table.num_embeddings - table.padding_idx - 1
+    return int(getattr(model.config, "max_position_embeddings", 1 << 30))
 
 
 def _error(path: Path, problem: str) -> AlgorithmError:

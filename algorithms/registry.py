@@ -44,6 +44,8 @@ GROUP = "trouterd.algorithms"
 """Entry point group of installed algorithms."""
 
 _ATTRIBUTE = "ALGORITHM"
+_LARGEST = (2 - 2**-23) * 2.0**127
+"""Of float32, in which rows carry numeric parameters: a larger one would fail the step of all its batch mates."""
 _DEFINES = re.compile(rf"^{_ATTRIBUTE}\b", re.MULTILINE)
 
 
@@ -350,12 +352,16 @@ def _converted(definition: Definition, declared: FieldInfo, value: object) -> An
     if isinstance(value, float) and not math.isfinite(value):
         raise AlgorithmError(f"{where}: must be a finite number, not {value}", name)
     try:
-        return msgspec.convert(value, declared.type)
+        converted = msgspec.convert(value, declared.type)
     except msgspec.ValidationError as error:
         # "Expected `int`, got `float`" or "Invalid enum value 'x'": the value itself says more, and says it once.
         reason = re.sub(r", got `\w+`|^Invalid enum value .*", "", str(error))
         reason = reason[:1].lower() + reason[1:] or f"expected one of {', '.join(map(str, _choices(declared)))}"
         raise AlgorithmError(f"{where}: {reason}, not {value!r}", name) from error
+    numbers = (converted if isinstance(converted, tuple) else (converted,)) if _number(declared) else ()
+    if not all(abs(number) <= _LARGEST for number in numbers if isinstance(number, int | float)):
+        raise AlgorithmError(f"{where}: numbers must be within {_LARGEST:.2g} of 0, not {str(value)[:64]}", name)
+    return converted
 
 
 def _unknown_param(definition: Definition, name: str) -> AlgorithmError:

@@ -80,8 +80,9 @@ def test_factors_that_do_not_fit(tmp_path: Path) -> None:
         MatrixFactorization(tmp_path / "empty")
 
 
-def test_classifier(tmp_path: Path) -> None:
-    expected = tiny_classifier(tmp_path / "bert", positions=8)
+@pytest.mark.parametrize("roberta", [False, True])
+def test_classifier(roberta: bool, tmp_path: Path) -> None:
+    expected = tiny_classifier(tmp_path / "bert", positions=8, roberta=roberta)
     classifier = Classifier(tmp_path / "bert")
     texts = ["sum of two", "proof of it", "all of it all", "unknown", "proof " * 8]
     for text in texts:
@@ -107,3 +108,21 @@ def test_classifiers_that_do_not_fit(tmp_path: Path) -> None:
     weights.write_bytes(b"nothing of the kind")
     with pytest.raises(AlgorithmError, match=r"checkpoint: .*part: "):
         Classifier(tmp_path / "part")
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", '{"model_type": "bert", "hidden_size": "wide"}'),
+        ("config.json", '{"model_type": "bert", "auto_map": {"AutoConfig": "code.Config"}, "num_labels": 2}'),
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", '{"added_tokens": [], "model": 7}'),
+        ("tokenizer_config.json", "[]"),
+    ],
+)
+def test_damaged_files_of_a_classifier(file: str, content: str, tmp_path: Path) -> None:
+    """One line that names the directory, whatever transformers and tokenizers raise; its code is never asked for."""
+    tiny_classifier(tmp_path / "bert")
+    (tmp_path / "bert" / file).write_text(content)
+    with pytest.raises(AlgorithmError, match=r"\Acheckpoint: \S*bert: .+\Z"):
+        Classifier(tmp_path / "bert")

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import msgspec
 import pytest
+import torch
 from msgspec import Meta
 
 from algorithms.base import Definition, ReturnAfterOne
@@ -200,6 +201,12 @@ def test_parameters_are_converted_and_defaults_filled_in():
     assert numeric_params(Params(share=0.5, level=0.25)) == {"share": 0.5, "count": 3.0, "level": 0.25}
 
 
+def test_the_largest_number_is_one_that_rows_carry():
+    largest = torch.finfo(torch.float32).max
+    numbers = numeric_params(validate_params(PAIR, {"share": 1, "count": 1, "level": largest}, "ab"))
+    assert torch.full((1,), numbers["level"]).item() == largest
+
+
 @pytest.mark.parametrize(
     ("params", "key", "message"),
     [
@@ -209,6 +216,8 @@ def test_parameters_are_converted_and_defaults_filled_in():
         ({"share": True}, "share", "'share': expected `float`, not True"),
         ({"share": float("nan")}, "share", "must be a finite number, not nan"),
         ({"share": 1, "level": float("inf")}, "level", "must be a finite number, not inf"),
+        ({"share": 1, "level": 3.5e38}, "level", r"'level': numbers must be within 3\.4e\+38 of 0, not 3\.5e\+38"),
+        ({"share": 1, "count": 10**60}, "count", r"'count': numbers must be within 3\.4e\+38 of 0, not 1000"),
         (
             {"share": 1, "shares": 1},
             "shares",
@@ -266,6 +275,8 @@ def test_overrides(name, value, expected):
     [
         ("share", 1.5, "'share': expected `float` <= 1.0"),
         ("share", float("nan"), "finite"),
+        ("level", 1e39, "within"),
+        ("count", 1e39, "within"),
         ("share", "1", "expected `float`, not '1'"),
         ("share", None, "expected `float`, not None"),
         ("count", 2.5, "'count': expected `int`, not 2.5"),

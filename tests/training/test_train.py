@@ -219,6 +219,13 @@ def test_mistakes_of_the_command_line(
     assert not (tmp_path / "h.work").exists()
 
 
+@pytest.mark.parametrize("value", ["inf", "nan", "0", "1.5", "many"])
+def test_counts_are_whole_numbers(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["train", "collm", *PAIR, "--prompts", "demo", "--output", "h", "--limit", value])
+    assert f"argument --limit: expected a positive integer, got '{value}'" in capsys.readouterr().err
+
+
 def test_models_of_different_vocabularies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tiny_qwen3(tmp_path / "tiny")
     places = ("--small", "builtin:small", "--large", str(other))

@@ -208,6 +208,21 @@ async def test_gamma_is_live_and_per_request() -> None:
         assert (again.tokens, again.handoffs) == (pairs[1][1].tokens, pairs[1][1].handoffs)
 
 
+@pytest.mark.parametrize("max_stall", [1, 2])
+@pytest.mark.parametrize("name", ["gamma 4", "chow", "chunk 4"])
+async def test_max_stall_changes_nothing_where_every_round_makes_progress(name: str, max_stall: int) -> None:
+    case = CASES[name]
+    route = Route(models=PAIR, algorithm=case.algorithm, params=case.params, max_stall=max_stall)
+    sampling = {"max_tokens": 40, "temperature": 1.0, "seed": 3}
+    async with cluster({"demo": route}).running() as workers:
+        answer = await workers.generate("demo", PROMPT, **sampling)
+        await workers.settled()
+    trace = expected(case, PROMPT, sampling)
+    assert trace.visits > 1
+    assert_same(answer, trace)
+    assert (answer.drafted, answer.accepted) == (trace.drafted, trace.accepted)
+
+
 async def test_nothing_provisional_is_streamed() -> None:
     case = judged(reference_drafts.mean(0.0), threshold=0.0)
     async with cluster(case).running() as workers:

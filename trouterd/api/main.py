@@ -80,10 +80,11 @@ async def run(control: Control) -> int:
     loop = asyncio.get_running_loop()
     links = Links(loop, boot.inbound, boot.outbound, config.rings, engine.deliver, engine.deliver)
     batching = await asyncio.to_thread(Batching, control)
+    checks = ParamChecks(config)
     services = Services(
         engine=engine,
         catalog=catalog,
-        check_params=ParamChecks(config),
+        check_params=checks,
         scores=scores,
         worker_metrics=lambda: _metrics(control, batching),
         census=FieldCensus(engine.metrics),
@@ -96,7 +97,7 @@ async def run(control: Control) -> int:
     # The application logs its own failures; what is left to this logger is a traceback for each malformed HTTP request.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     await runner.setup()
-    Verbs(engine, catalog).register(control)
+    Verbs(engine, catalog, checks).register(control)
     batching.register()
     links.start()
     servers = await _listen(runner, boot.listen_fds)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,7 +77,12 @@ class Scores:
             raise ScoreError(f"routes.{name}.params: {error}") from error
 
     async def of(
-        self, served: Served, given: RouteOverride, params: Mapping[str, float], count: int, text: Callable[[int], str]
+        self,
+        served: Served,
+        given: RouteOverride,
+        params: Mapping[str, float],
+        count: int,
+        text: Callable[[int], Awaitable[str]],
     ) -> list[float | None]:
         """One score per prompt; None where the route asks for none.
 
@@ -96,7 +101,7 @@ class Scores:
         _check_given(served, "embedding", given.embedding is not None, source == "mf")
         if source == "classifier":
             path = str(served.params["checkpoint"])
-            return [await self._classified(path, text(number)) for number in range(count)]
+            return [await self._classified(path, await text(number)) for number in range(count)]
         if given.embedding is None:
             return [given.score] * count
         factors = self._factorizations[str(served.params["checkpoint"])]

@@ -20,7 +20,7 @@ class RouteUsage(msgspec.Struct, frozen=True):
     pending_ms: float
     """Time between a hand-off and the request's return, summed."""
     forwards: dict[str, int]
-    """Model -> its forward passes that had rows of this request, prefill included."""
+    """Model -> its forward passes that had rows of this request, prefill included; a peer's as far as its visits have told them."""
     drafted: int
     """Tokens that the entry wrote provisionally (algorithms with drafts)."""
     accepted: int

@@ -6,6 +6,7 @@ from typing import Any
 
 from trouterd.api.catalog import Catalog
 from trouterd.api.engine import EngineClient
+from trouterd.api.loading import ParamChecks
 from trouterd.child import Control, Refused
 from trouterd.config import Config
 
@@ -13,9 +14,10 @@ from trouterd.config import Config
 class Verbs:
     """Handlers by verb."""
 
-    def __init__(self, engine: EngineClient, catalog: Catalog) -> None:
+    def __init__(self, engine: EngineClient, catalog: Catalog, checks: ParamChecks) -> None:
         self._engine = engine
         self._catalog = catalog
+        self._checks = checks
 
     def register(self, control: Control) -> None:
         """Answer from now on, and follow the workers' states."""
@@ -54,6 +56,7 @@ class Verbs:
         config: Config = args["config"]
         self._engine.configure(config)
         self._catalog.configure(config)
+        self._checks.configure(config)
 
     async def abort(self, args: dict[str, Any]) -> dict[str, int]:
         """End requests by id.

@@ -45,14 +45,23 @@ class Reader:
         texts: texts that are open at once.
         context: longest text, tokens; the runner's pool must hold `texts` of them.
         eos_ids: with which the model ends an answer.
+        defer: [H] the row that a model of Co-LLM has beside its vocabulary.
     """
 
-    def __init__(self, runner: ModelRunner, texts: int, context: int, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        texts: int,
+        context: int,
+        eos_ids: frozenset[int],
+        defer: torch.Tensor | None = None,
+    ) -> None:
         self.runner = runner
         self.texts = texts
         self.context = context
         self.eos_ids = eos_ids
         self.device = torch.device("cpu") if runner.embedding is None else runner.embedding.device
+        self.defer = None if defer is None else defer.to(self.device)
         self._kv = KvCache(runner.num_pages, runner.page_size, texts, context, prefix_cache=True)
 
     def open(self, ids: Sequence[int], length: int) -> Bookmark:

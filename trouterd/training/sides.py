@@ -122,4 +122,6 @@ class Sides:
 
 def _context(reader: Reader, names: tuple[str, str], side: int) -> RouteContext:
     runner = reader.runner
-    return RouteContext(names, side, runner.vocab_size, runner.hidden_size, reader.device, runner.embedding)
+    return RouteContext(
+        names, side, runner.vocab_size, runner.hidden_size, reader.device, runner.embedding, reader.defer
+    )

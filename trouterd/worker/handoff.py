@@ -259,7 +259,8 @@ class Handoffs:
         elif message.partial:
             request.holder = request.route.workers.index(message.destination)
         else:
-            request.stall = message.stall
+            # The way back from a verifier that took or wrote something is no hand-off without progress: the next round is due.
+            request.stall = 0 if request.drafts and ids else message.stall
             request.handoff_sent_ns = message.sent_ns
             if not self._combine(request, message):
                 self._back_here(request)
