@@ -93,7 +93,7 @@ async def run(control: Control) -> int:
     # The application logs its own failures; what is left to this logger is a traceback for each malformed HTTP request.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     await runner.setup()
-    Verbs(engine, catalog).register(control)
+    Verbs(engine, catalog, scores).register(control)
     links.start()
     servers = await _listen(runner, boot.listen_fds)
     # What was loaded stays: no collection needs to look at it again.
