@@ -74,12 +74,17 @@ class Tensors:
         self._taken: set[str] = set()
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """The named tensor as float64, checked against its shape. Raises AlgorithmError."""
+        """The named tensor as float64, checked against its shape and for values that no head can have. Raises AlgorithmError."""
         tensor = self._tensors.get(name)
         if tensor is None:
             raise self.error(f"{name}: missing")
         if tuple(tensor.shape) != shape:
             raise self.error(f"{name}: has shape {tuple(tensor.shape)}, {shape} is needed")
+        if tensor.is_meta or tensor.layout is not torch.strided or not tensor.is_floating_point():
+            raise self.error(f"{name}: is no dense tensor of floating-point numbers")
+        # A threshold would compare as false with all that comes of these, and the head would seem to work.
+        if not tensor.isfinite().all():
+            raise self.error(f"{name}: holds values that are not finite")
         self._taken.add(name)
         return tensor.double()
 

@@ -52,13 +52,21 @@ class Classifier:
             raise _error(path, f"config.json: {config.num_labels} labels, {_LABELS} are needed")
         if missing := sorted(report["missing_keys"]):
             raise _error(path, f"{missing[0]}: missing ({len(missing)} in all)")
+        if wrong := [name for name, weight in model.named_parameters() if not weight.isfinite().all()]:
+            raise _error(path, f"{wrong[0]}: holds values that are not finite ({len(wrong)} in all)")
         self._tokenizer = tokenizer
         self._model = model.eval()
         self._longest = min(tokenizer.model_max_length, _positions(model))
 
     def __call__(self, text: str) -> float:
-        """The score of a prompt."""
+        """The score of a prompt.
+
+        Raises:
+            ValueError: a text without any token, where the tokenizer adds none.
+        """
         encoded = self._tokenizer(text, truncation=True, max_length=self._longest, return_tensors="pt")
+        if not encoded["input_ids"].numel():
+            raise ValueError("the text to be scored has no tokens")
         with torch.inference_mode():
             probabilities = self._model(**encoded).logits[0].float().softmax(dim=-1)
         return 1.0 - float(probabilities[1] + probabilities[2])
@@ -94,15 +102,21 @@ class MatrixFactorization:
         """The score of a prompt.
 
         Raises:
-            ValueError: an embedding of another length, or a row that is not there.
+            ValueError: an embedding of another length or beyond all measure, or a row that is not there.
         """
         if len(embedding) != self.embedding_size:
             raise ValueError(f"embedding: {len(embedding)} numbers, {self.embedding_size} are needed")
+        self.check_rows(strong, weak)
+        difference = (self._projected[strong] - self._projected[weak]) @ torch.tensor(embedding, dtype=torch.float64)
+        if not difference.isfinite():
+            raise ValueError("embedding: its numbers are too large")
+        return float(difference.sigmoid())
+
+    def check_rows(self, strong: int = STRONG, weak: int = WEAK) -> None:
+        """Raises ValueError naming a row that is not there."""
         for name, row in (("strong", strong), ("weak", weak)):
             if row >= self.models:
                 raise ValueError(f"{name}: row {row}, but there are {self.models} models")
-        difference = self._projected[strong] - self._projected[weak]
-        return float((difference @ torch.tensor(embedding, dtype=torch.float64)).sigmoid())
 
 
 def _weights_in(path: Path) -> Path:

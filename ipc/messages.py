@@ -162,7 +162,7 @@ class PeerReq(msgspec.Struct, array_like=True, frozen=True, gc=False):
     partial: bool = False
     """The sender (or `destination`) keeps the request; the entry only streams these tokens."""
     finish: str = ""
-    """To the entry only: 'stop' or 'length' when the sender ended the answer."""
+    """To the entry only: 'stop' or 'length' when the sender ended the answer, 'peer_lost' when nobody can go on with it."""
     trim: int = 0
     stall: int = 0
     """Hand-offs since the committed length last grew."""

@@ -153,6 +153,15 @@ def test_a_missing_tensor(checkpoint: Path, name: str) -> None:
         ({"mlp.7.weight": torch.zeros(1)}, "mlp.7.weight: unknown tensor (1 in all)"),
         ({"linear.bias": 3.0}, "state_dict: must map names to tensors"),
         ({"linear.bias": Code()}, "code is never run"),
+        ({"linear.bias": torch.full((1,), float("nan"))}, "linear.bias: holds values that are not finite"),
+        ({"mlp.0.bias": torch.full((2 * H,), float("-inf"))}, "mlp.0.bias: holds values that are not finite"),
+        (
+            {"linear.bias": torch.zeros(1, dtype=torch.int64)},
+            "linear.bias: is no dense tensor of floating-point numbers",
+        ),
+        ({"linear.bias": torch.zeros(1, dtype=torch.complex64)}, "linear.bias: is no dense tensor"),
+        ({"mlp.0.bias": torch.zeros(2 * H).to_sparse()}, "mlp.0.bias: is no dense tensor"),
+        ({"linear.bias": torch.zeros(1, device="meta")}, "linear.bias: is no dense tensor"),
     ],
 )
 def test_a_file_that_does_not_fit(

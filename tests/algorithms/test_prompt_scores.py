@@ -51,6 +51,7 @@ def test_matrix_factorisation(form: str, tmp_path: Path) -> None:
     for arguments, message in [
         ((embedding[:-1],), "embedding: 23 numbers, 24 are needed"),
         ((embedding, 64, 0), "strong: row 64, but there are 64 models"),
+        (([1.7e308, -1.7e308] * (EMBEDDING // 2),), "embedding: its numbers are too large"),
         ((embedding, 0, 99), "weak: row 99"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -95,6 +96,12 @@ def test_classifiers_that_do_not_fit(tmp_path: Path) -> None:
     tiny_classifier(tmp_path / "two", labels=2)
     with pytest.raises(AlgorithmError, match=r"checkpoint: .*two: config.json: 2 labels, 3 are needed"):
         Classifier(tmp_path / "two")
+    tiny_classifier(tmp_path / "nan")
+    weights = tmp_path / "nan" / "model.safetensors"
+    state = load_file(weights)
+    save_file(state | {"classifier.bias": state["classifier.bias"] * math.nan}, weights, {"format": "pt"})
+    with pytest.raises(AlgorithmError, match=r"checkpoint: .*nan: classifier.bias: holds values that are not finite"):
+        Classifier(tmp_path / "nan")
     tiny_classifier(tmp_path / "part")
     weights = tmp_path / "part" / "model.safetensors"
     state = load_file(weights)

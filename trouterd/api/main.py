@@ -97,7 +97,7 @@ async def run(control: Control) -> int:
     # The application logs its own failures; what is left to this logger is a traceback for each malformed HTTP request.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     await runner.setup()
-    Verbs(engine, catalog, checks).register(control)
+    Verbs(engine, catalog, checks, scores).register(control)
     batching.register()
     links.start()
     servers = await _listen(runner, boot.listen_fds)

@@ -80,7 +80,7 @@ class Events:
         """Entry: a peer's tokens, and perhaps its end, are in the request."""
         self.stream.add(request)
         if request.over:
-            self.outcomes.finish(request, request.finish, request.trim)
+            self.outcomes.end(request, request.finish, request.trim)
         elif request.state is State.PENDING and not self.outbound.available(request.route.workers[request.holder]):
             # Lost before this word of its new holder came.
             self.handoffs.reclaim(request)

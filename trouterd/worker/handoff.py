@@ -16,6 +16,9 @@ from trouterd.worker.request import GENERATION, NO_TOKEN, Request, State
 from trouterd.worker.scheduler import Scheduler
 from trouterd.worker.stats import Stats
 
+PEER_LOST = "peer_lost"
+"""What ends an answer of which a model can write no more, where the route says that it fails then (`on_peer_loss`)."""
+
 
 class Handoffs:
     """The sending and receiving rules of one worker; called by the decode loop only.
@@ -142,7 +145,9 @@ class Handoffs:
         """Visitor: give the request up: to its sender as it came, or to the entry if this visit has written anything."""
         self.stats.refusals += 1
         if request.output_length > request.visit_start:
-            self.leave(request)
+            # The entry may go on from drafts that are left over; anything else that it wrote would be this model's to write.
+            lost = request.route.on_peer_loss == "fail" and not request.scores
+            self.leave(request, PEER_LOST if lost else "")
             return
         self.outbound.post(request.visit_source, Nack(request.rid, self.index, request.handoff_seq, reason))
         self.scheduler.pend(request)

@@ -8,7 +8,7 @@ from ipc.messages import Finish, NackReason
 from trouterd.worker.active import ActiveCounts
 from trouterd.worker.decision import FAILED, first_writer
 from trouterd.worker.drafting import Drafting, Later
-from trouterd.worker.handoff import Handoffs
+from trouterd.worker.handoff import PEER_LOST, Handoffs
 from trouterd.worker.outbound import Outbound
 from trouterd.worker.registry import Registry
 from trouterd.worker.request import NO_TOKEN, Request, State
@@ -87,9 +87,8 @@ class Outcomes:
     def not_taken(self, request: Request, held: int) -> None:
         """A hand-off failed: go on alone with the held token, or fail the request, by the route's policy."""
         self.stats.fallbacks += 1
-        if request.route.on_peer_loss == "fail" and request.is_entry:
-            request.error_status = 503
-            self.finish(request, "error", 0, "a model of the route is not available (on_peer_loss = fail)")
+        if request.route.on_peer_loss == "fail":
+            self.end(request, PEER_LOST, 0)
         elif held != NO_TOKEN:
             self._append(request, held)
         elif request.scores:
@@ -167,8 +166,11 @@ class Outcomes:
         return bool(reason)
 
     def end(self, request: Request, reason: str, trim: int) -> None:
-        """What was committed here ends the answer."""
-        if request.is_entry:
+        """What was committed here, or the route's policy, ends the answer; at its entry at once."""
+        if request.is_entry and reason == PEER_LOST:
+            request.error_status = 503
+            self.finish(request, "error", 0, "a model of the route is not available (on_peer_loss = fail)")
+        elif request.is_entry:
             self.finish(request, reason, trim)
         else:
             self.handoffs.leave(request, reason, trim)
