@@ -17,6 +17,7 @@ from models.tokenizer import Tokenizer
 from tests.algorithms.classifiers import tiny_classifier
 from tests.api.harness import Client, chat_body
 from tests.cases.stack import CHAT, LARGE, SMALL, TEXT, Stack, chunks, eventually, route, script
+from trouterd.api.loading import ParamChecks
 from trouterd.api.scores import ScoreError, Scores
 from trouterd.api.verbs import Verbs
 from trouterd.child import Refused
@@ -158,7 +159,8 @@ async def test_matrix_factorisation(tmp_path: Path, tokenizer: Tokenizer) -> Non
             assert (status, answer["error"]["param"]) == (400, param)
             assert words in answer["error"]["message"]
         # A live change is refused as a request's own would be.
-        verbs = Verbs(client.engine, service.services.catalog, service.services.scores)
+        checks = ParamChecks(service.config)
+        verbs = Verbs(client.engine, service.services.catalog, checks, service.services.scores)
         for strong in (2, 3):
             demo = msgspec.structs.replace(routes["demo"], params=routes["demo"].params | {"strong": strong})
             with contextlib.nullcontext() if strong < 3 else pytest.raises(Refused, match="strong: row 3"):
