@@ -1,4 +1,4 @@
-"""Labels and deferral row of Co-LLM (arXiv 2403.03870), the small model itself left as it is.
+"""Labels and deferral row of Co-LLM (arXiv 2403.03870), the small model itself left as it is (`fine_tune` is the other way).
 
 Both models read an answer (the prompt's `completion`, or what the large model answers). With P = sigmoid(w h + b) the loss of a
 token x is -log[(1 - P) p_small(x) + P p_large(x)]: nobody says which tokens to defer. The row starts from a search: it learns to
@@ -24,6 +24,7 @@ from trouterd.training.head import Count, Epoch, Labels, balance, schedule
 from trouterd.training.options import TrainOptions
 from trouterd.training.pair import Pair
 from trouterd.training.prompts import Prompt
+from trouterd.training.reader import Reader, Rows
 from trouterd.training.scaling import Standard
 from trouterd.training.shards import Shards, Tensors
 from trouterd.training.signal import Signal
@@ -40,11 +41,11 @@ class CollmTrainer:
         self._options = options
 
     def arguments(self) -> dict[str, object]:
-        """Nothing else."""
-        return {}
+        """Which tensors they are."""
+        return {"labels": 2}
 
     def collect(self, pair: Pair, prompts: Sequence[Prompt], shards: Shards, done: Count) -> Tensors:
-        """Per place of the answers: hidden, log-probabilities of its token (small, large), and defer (for the search)."""
+        """Per place of the answers: hidden, gold, its log-probabilities (small, large), large_right, and defer (for the search)."""
         return shards.collect("labels", prompts, lambda piece, first: _label(pair, piece, first), done)
 
     def wanted(self, tensors: Tensors) -> torch.Tensor:
@@ -123,14 +124,29 @@ def _label(pair: Pair, prompts: Sequence[Prompt], first: int) -> Tensors:
     answers = gold_answers(pair, prompts)
     texts = [([*prompt.ids, *answer], len(prompt.ids)) for prompt, answer in zip(prompts, answers, strict=True)]
     small, large = pair.small.read(texts, _digest), pair.large.read(texts, _digest)
-    hits = [torch.cat([rows[2] for rows in side]) for side in (small, large)]
-    return {
+    right = torch.cat([rows[2] for rows in large])
+    return _small_side(small, right) | {
         "text": torch.cat([torch.full((len(answer),), first + n) for n, answer in enumerate(answers)]),
-        "hidden": torch.cat([rows[0] for rows in small]),
-        "small": torch.cat([rows[1] for rows in small]),
+        "gold": torch.cat([torch.tensor(answer) for answer in answers]),
         "large": torch.cat([rows[1] for rows in large]),
-        "defer": (hits[1] & ~hits[0]).to(torch.int8),
+        "large_right": right,
     }
+
+
+def read_anew(small: Reader, texts: Sequence[tuple[Sequence[int], int]], tensors: Tensors) -> Tensors:
+    """Labels with another small model's side.
+
+    Args:
+        small: the model.
+        texts: (prompt and answer, length of the prompt) of all labels.
+        tensors: the labels.
+    """
+    return tensors | _small_side(small.read(texts, _digest), tensors["large_right"])
+
+
+def _small_side(read: Sequence[Rows], large_right: torch.Tensor) -> Tensors:
+    hidden, taken, right = (torch.cat(column) for column in zip(*read, strict=True))
+    return {"hidden": hidden, "small": taken, "defer": (large_right & ~right).to(torch.int8)}
 
 
 def _digest(output: StepOutput, following: torch.Tensor) -> tuple[torch.Tensor, ...]:

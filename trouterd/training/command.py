@@ -46,6 +46,11 @@ def add_train(parser: argparse.ArgumentParser) -> None:
         "--judge", choices=("answer", "text"), default="answer", help="what two continuations are compared by"
     )
     parser.add_argument("--rounds", type=_positive, default=2, metavar="N", help="citer: rounds of labels (default: 2)")
+    parser.add_argument(
+        "--fine-tune",
+        action="store_true",
+        help="collm: train the whole small model together with the row; --output is a directory",
+    )
     parser.add_argument("--width", type=_positive, default=0, metavar="N", help="r2r: width of the blocks")
     parser.add_argument("--blocks", type=_positive, default=0, metavar="N", help="r2r: blocks")
     parser.add_argument("--epochs", type=_positive, default=0, metavar="N", help="most epochs")
@@ -98,12 +103,11 @@ def train(options: argparse.Namespace, load: Load) -> None:
         rate=options.rate,
         batch=options.batch,
         patience=options.patience,
+        fine_tune=options.fine_tune,
         threads=options.threads,
         report_prompts=options.report_prompts,
     )
-    from trouterd.training.train import Run
-
-    run = _mended(lambda: Run(config, route, chosen))
+    run = _mended(lambda: _run_of(chosen)(config, route, chosen))
     run.print(_mended(run.run))
 
 
@@ -114,6 +118,18 @@ def calibrate(options: argparse.Namespace, config: Config) -> None:
 
     run = _mended(lambda: CalibrationRun(config, options.route, chosen))
     run.print(_mended(run.run))
+
+
+def _run_of(options: TrainOptions) -> type[Any]:
+    if not options.fine_tune:
+        from trouterd.training.train import Run
+
+        return Run
+    if options.algorithm != "collm":
+        raise TrainingError(f"--fine-tune: is for collm; the small model of {options.algorithm} stays as it is")
+    from trouterd.training.fine_tune import FineTuneRun
+
+    return FineTuneRun
 
 
 def _mended(work: Callable[[], Any]) -> Any:

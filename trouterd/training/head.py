@@ -41,6 +41,18 @@ class Labels:
         return cls(tensors, *(part.nonzero().flatten() for part in (first, second & ~first, ~second)))
 
 
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What came out of a training."""
+
+    pair: Pair
+    """The models that the head is for."""
+    labels: Labels
+    head: Head
+    fit: Fit
+    threshold: float
+
+
 class Head(Protocol):
     """A trained head."""
 

@@ -50,6 +50,8 @@ class TrainOptions:
     batch: int = 0
     """Rows of a training step; 0: the algorithm's own."""
     patience: int = 10
+    fine_tune: bool = False
+    """collm: the small model learns too."""
     threads: int = 1
     """Of the training loop, on a CPU."""
     report_prompts: int = 200

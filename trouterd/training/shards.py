@@ -20,6 +20,8 @@ Tensors = dict[str, torch.Tensor]
 SHARD = 32
 """Prompts of one shard."""
 _ARGUMENTS = "arguments.json"
+TUNING = "tuning.pt"
+"""Where a fine-tuning stands."""
 
 
 class Shards:
@@ -39,9 +41,8 @@ class Shards:
         try:
             folder.mkdir(exist_ok=True)
             if fresh:
-                for file in folder.glob("*.safetensors"):
-                    file.unlink()
-                (folder / _ARGUMENTS).unlink(missing_ok=True)
+                for file in (*folder.glob("*.safetensors"), folder / TUNING, folder / _ARGUMENTS):
+                    file.unlink(missing_ok=True)
             self._claim(dict(arguments))
         except OSError as error:
             raise TrainingError(f"{folder}: {error.strerror or error}") from error

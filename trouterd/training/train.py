@@ -15,8 +15,7 @@ from trouterd.training.calibration import Target, calibrate, threshold_for_recal
 from trouterd.training.citer import CiterTrainer
 from trouterd.training.collm import CollmTrainer
 from trouterd.training.faults import TrainingError
-from trouterd.training.fit import Fit
-from trouterd.training.head import Head, Labels, Trainer
+from trouterd.training.head import Head, Labels, Learned, Trainer
 from trouterd.training.options import DEFAULT_RECALL, AlgorithmName, TrainOptions
 from trouterd.training.pair import Pair, PairFiles
 from trouterd.training.progress import Bars
@@ -84,7 +83,7 @@ class Run:
     """
 
     def __init__(self, config: Config, route: str, options: TrainOptions) -> None:
-        _check_output(options.output)
+        self._check_output(options.output)
         self._options = options
         self._files = PairFiles.of(config, route)
         pair = options.pair
@@ -104,13 +103,13 @@ class Run:
         torch.set_num_threads(options.threads)
         with self._bars.shown():
             tensors = self._trainer.collect(pair, everything, shards, self._bars.stage("labels", len(everything)))
-            labels, head, fit, threshold = self._learn(pair, everything, shards, tensors)
-            head.save(options.output, threshold, self._files.small.path)
+            learned = self._learn(pair, everything, shards, tensors)
+            learned.head.save(options.output, learned.threshold, self._files.small.path)
             with self._bars.working("report"):
-                report = self._report(pair, labels, head, fit, threshold)
+                report = self._report(learned)
         sidecar = Sidecar(
             algorithm=options.algorithm,
-            threshold=threshold,
+            threshold=learned.threshold,
             hidden_size=pair.small.runner.hidden_size,
             model=self._files.small.path,
             large_model=self._files.large.path,
@@ -137,7 +136,7 @@ class Run:
         known = all(prompt.answer is not None for prompt in self._prompts.held_out)
         console.print(routed_table(report.routed, known))
         console.print(f"threshold {sidecar.threshold:.6g} for {sidecar.target}", highlight=False)
-        console.print(_route_lines(self._files, sidecar, self._options.output), highlight=False, markup=False)
+        console.print(self._route_lines(sidecar), highlight=False, markup=False)
 
     def _arguments(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
         pair = self._options.pair
@@ -154,9 +153,7 @@ class Run:
             **self._trainer.arguments(),
         }
 
-    def _learn(
-        self, pair: Pair, prompts: Sequence[Prompt], shards: Shards, tensors: Tensors
-    ) -> tuple[Labels, Head, Fit, float]:
+    def _learn(self, pair: Pair, prompts: Sequence[Prompt], shards: Shards, tensors: Tensors) -> Learned:
         """Labels, head and threshold of the last round."""
         rounds = self._options.rounds if isinstance(self._trainer, CiterTrainer) else 1
         for number in range(1, rounds + 1):
@@ -170,7 +167,7 @@ class Run:
                 if torch.equal(refined["label"], tensors["label"]):
                     break
                 tensors = refined
-        return labels, head, fit, threshold
+        return Learned(pair, labels, head, fit, threshold)
 
     def _threshold(self, pair: Pair, labels: Labels, head: Head) -> float:
         """In 0..1, as every head's signal is."""
@@ -184,11 +181,30 @@ class Run:
                 found, _ = calibrate(pair, head.signal, ids, self._target.share or 0.0)
         return min(1.0, max(0.0, found))
 
-    def _report(self, pair: Pair, labels: Labels, head: Head, fit: Fit, threshold: float) -> TrainReport:
-        """By the route's own code, from the file that has just been written."""
+    def _check_output(self, output: Path) -> None:
+        if output.is_dir():
+            raise TrainingError(f"--output: {output} is a folder; name a file")
+        if not output.parent.is_dir():
+            raise TrainingError(f"--output: no folder {output.parent}")
+
+    def _params(self, threshold: float) -> dict[str, Any]:
+        """Of a route with the head."""
         params: dict[str, Any] = {"checkpoint": str(self._options.output), "threshold": threshold}
-        if self._options.algorithm == "query":
-            params["source"] = "hidden"
+        return params | {"source": "hidden"} if self._options.algorithm == "query" else params
+
+    def _route_lines(self, sidecar: Sidecar) -> str:
+        params = f'checkpoint = "{self._options.output}"'
+        if sidecar.algorithm == "query":
+            params = f'source = "hidden", {params}, threshold = {sidecar.threshold:.9g}'
+        return (
+            f'\nmodels = ["{self._files.small_name}", "{self._files.large_name}"]\nalgorithm = "{sidecar.algorithm}"\n'
+            f"params = {{ {params} }}"
+        )
+
+    def _report(self, learned: Learned) -> TrainReport:
+        """By the route's own code, from the file that has just been written."""
+        pair, labels, head, fit = learned.pair, learned.labels, learned.head, learned.fit
+        params = self._params(learned.threshold)
         sides = Sides(pair, (self._files.small_name, self._files.large_name), self._options.algorithm, params)
         prompts = self._prompts.held_out[: self._options.report_prompts]
         routed, _ = answer_held_out(pair, prompts, sides.rule(), self._options.judge)
@@ -203,7 +219,7 @@ class Run:
             best_epoch=fit.best_epoch,
             train_loss=fit.train_loss,
             validation_loss=fit.validation_loss,
-            curve=rows.curve(head.signal, threshold),
+            curve=rows.curve(head.signal, learned.threshold),
             routed=routed,
         )
 
@@ -225,20 +241,3 @@ def work_folder(output: Path) -> Path:
 def sidecar_path(output: Path) -> Path:
     """Beside the checkpoint."""
     return output.with_name(f"{output.name}.json")
-
-
-def _check_output(output: Path) -> None:
-    if output.is_dir():
-        raise TrainingError(f"--output: {output} is a folder; name a file")
-    if not output.parent.is_dir():
-        raise TrainingError(f"--output: no folder {output.parent}")
-
-
-def _route_lines(files: PairFiles, sidecar: Sidecar, output: Path) -> str:
-    params = f'checkpoint = "{output}"'
-    if sidecar.algorithm == "query":
-        params = f'source = "hidden", {params}, threshold = {sidecar.threshold:.9g}'
-    return (
-        f'\nmodels = ["{files.small_name}", "{files.large_name}"]\nalgorithm = "{sidecar.algorithm}"\n'
-        f"params = {{ {params} }}"
-    )
