@@ -197,7 +197,7 @@ def _load_entry_point(point: EntryPoint) -> Definition:
     what = f"entry point {point.name!r} ({point.value}) of {_provider(point)}"
     try:
         loaded = point.load()
-    except Exception as error:  # code of users
+    except (Exception, SystemExit) as error:  # code of users, which may be a script that ends
         raise AlgorithmError(f"{what} cannot be loaded: {_told(error)}") from error
     return _exposed(loaded, what) if isinstance(loaded, ModuleType) else _checked(loaded, what)
 
@@ -219,13 +219,13 @@ def _load_file(path: Path) -> Definition:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # code of users
+    except (Exception, SystemExit) as error:  # code of users, which may be a script that ends
         del sys.modules[name]
         raise AlgorithmError(f"{path}{_line_in(path, error)}: {_told(error)}") from error
     return _exposed(module, str(path))
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     """An exception of users' code in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
