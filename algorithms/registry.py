@@ -116,7 +116,7 @@ def validate_params(definition: Definition, params: Mapping[str, Any], models: S
     except ValueError as error:
         key = next((key for key in fields if re.match(rf"{re.escape(key)}\b", str(error))), "")
         raise AlgorithmError(f"algorithm {definition.name!r}, {error}", key) from error
-    except Exception as error:  # code of users: a check that fails is no reason for the worker to
+    except (Exception, SystemExit) as error:  # code of users: a check that fails is no reason for the worker to
         raise AlgorithmError(f"algorithm {definition.name!r}, check() failed: {_told(error)}") from error
     return struct
 
@@ -273,7 +273,7 @@ def _checked(definition: object, what: str) -> Definition:
 def _checked_side(definition: Definition, side: int, what: str) -> type[Algorithm]:
     try:
         built = definition.sides(side)
-    except Exception as error:  # code of users
+    except (Exception, SystemExit) as error:  # code of users
         raise AlgorithmError(f"{what}: sides({side}) failed: {_told(error)}") from error
     if not (isinstance(built, type) and issubclass(built, Algorithm)):
         raise AlgorithmError(f"{what}: sides({side}) must give a subclass of Algorithm, not {_kind(built)}")
