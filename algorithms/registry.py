@@ -118,7 +118,7 @@ def validate_params(definition: Definition, params: Mapping[str, Any], models: S
     except ValueError as error:
         key = next((key for key in fields if re.match(rf"{re.escape(key)}\b", str(error))), "")
         raise AlgorithmError(f"algorithm {definition.name!r}, {error}", key) from error
-    except Exception as error:  # code of users: a check that fails is no reason for the worker to
+    except (Exception, SystemExit) as error:  # code of users: a check that fails is no reason for the worker to
         raise AlgorithmError(f"algorithm {definition.name!r}, check() failed: {_told(error)}") from error
     return struct
 
@@ -199,7 +199,7 @@ def _load_entry_point(point: EntryPoint) -> Definition:
     what = f"entry point {point.name!r} ({point.value}) of {_provider(point)}"
     try:
         loaded = point.load()
-    except Exception as error:  # code of users
+    except (Exception, SystemExit) as error:  # code of users, which may be a script that ends
         raise AlgorithmError(f"{what} cannot be loaded: {_told(error)}") from error
     return _exposed(loaded, what) if isinstance(loaded, ModuleType) else _checked(loaded, what)
 
@@ -221,13 +221,13 @@ def _load_file(path: Path) -> Definition:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # code of users
+    except (Exception, SystemExit) as error:  # code of users, which may be a script that ends
         del sys.modules[name]
         raise AlgorithmError(f"{path}{_line_in(path, error)}: {_told(error)}") from error
     return _exposed(module, str(path))
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     """An exception of users' code in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
@@ -275,7 +275,7 @@ def _checked(definition: object, what: str) -> Definition:
 def _checked_side(definition: Definition, side: int, what: str) -> type[Algorithm]:
     try:
         built = definition.sides(side)
-    except Exception as error:  # code of users
+    except (Exception, SystemExit) as error:  # code of users
         raise AlgorithmError(f"{what}: sides({side}) failed: {_told(error)}") from error
     if not (isinstance(built, type) and issubclass(built, Algorithm)):
         raise AlgorithmError(f"{what}: sides({side}) must give a subclass of Algorithm, not {_kind(built)}")

@@ -142,6 +142,7 @@ def test_two_files_of_one_name_stay_apart(write, tmp_path):
         ("ALGORITHM = 3", "must be an algorithms.base.Definition, not int"),
         ("def f(:\n    pass", r"rule\.py:1: SyntaxError"),
         ("\n\nimport no_such_module_anywhere", r"rule\.py:3: ModuleNotFoundError: .*no_such_module_anywhere"),
+        ("import sys\nsys.exit(3)", r"rule\.py:2: SystemExit: 3$"),
         ("x = 1\ny = 1 / 0", r"rule\.py:2: ZeroDivisionError"),
         ("class Odd(Exception):\n    pass\nraise Odd('two\\nlines')", r"rule\.py:3: Odd: two lines$"),
         (

@@ -13,6 +13,8 @@ from trouterd.config import Config
 from trouterd.config_dump import dump
 from trouterd.settings import ConfigError, differences, live_keys, load, set_value
 
+LONG = "x" * 300
+"""Longer than the name of a file can be."""
 BASIC = """
 [server]
 socket = "api.sock"
@@ -126,6 +128,11 @@ def test_text_values_take_the_types_of_their_keys(file: Path) -> None:
         ("[models.x]\ndtype = 'float32'", "models.x.path: required"),
         ("[models.x]\npath = 'weights/small'\ntokenizer = 't'", "models.x.tokenizer: no directory {folder}/t"),
         ("[models.x]\npath = 'weights/small'\ndevice = 'gpu'", "models.x.device: expected 'cpu' or a CUDA device"),
+        ("[models.x]\npath = 'weights/small'\ndevice = 'cuda:128'", "models.x.device: expected 'cpu' or a CUDA device"),
+        ("[models.x]\npath = 'weights/small'\ndevice = 'cuda:01'", "models.x.device: expected 'cpu' or a CUDA device"),
+        (f"[models.x]\npath = '{LONG}'", f"models.x.path: no model directory {{folder}}/{LONG} (File name too long)"),
+        (f"[models.x]\npath = 'weights/small'\ntokenizer = '{LONG}'", "models.x.tokenizer: no directory "),
+        (f"[routes.x]\nmodels = ['small']\nalgorithm = './{LONG}'", "routes.x.algorithm: no file "),
         ("[rings]\ncapacity = 100000", "rings.capacity: expected a power of two, got 100000"),
         ("[rings]\ncapacity = 1099511627776", "rings.capacity: expected int <= 1073741824"),
         ("[supervision]\nheartbeat_interval = inf", "supervision.heartbeat_interval: expected float <= 60"),
@@ -224,6 +231,7 @@ def test_home_folder_of_nobody(file: Path) -> None:
         ("control", "'api.sock'", "server.control: the same as server.socket: {folder}/api.sock"),
         ("control", "'no/where'", "server.control: no folder {folder}/no"),
         ("control", f"'{'x' * 120}'", "server.control: path of "),
+        ("api_key_file", f"'{LONG}'", "server.api_key_file: no file "),
         ("control", '"a\\u0000b"', "server.control: a path holds no zero bytes: "),
     ],
 )

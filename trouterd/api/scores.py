@@ -73,7 +73,7 @@ class Scores:
                 factors.check_rows(params.strong, params.weak)
             elif path not in self._classifiers:
                 self._classifiers[path] = Classifier(Path(path))
-        except (AlgorithmError, ValueError) as error:
+        except (AlgorithmError, ValueError, OSError) as error:
             raise ScoreError(f"routes.{name}.params: {error}") from error
 
     def check(self, config: Config) -> None:

@@ -21,7 +21,7 @@ def ask(route: WorkerRoute, method: Callable[[T], torch.Tensor], rows: T, count:
     """What a method of the route's algorithm answers for each of `count` rows; None where it has no proper answer."""
     try:
         answer = [float(value) for value in method(rows).tolist()]
-    except Exception:  # code of users: its faults end the requests of this route, not their batch mates
+    except (Exception, SystemExit):  # code of users: its faults end the requests of this route, not their batch mates
         log.exception("route '%s': %s() failed; its %d requests end with an error", route.name, method.__name__, count)
         return None
     if len(answer) != count:
@@ -50,7 +50,7 @@ def suffix_for(request: Request, model: int) -> Handoff | None:
         handoff = request.route.algorithm.send(_view(request), model)
         # Conversions, so that a wrong type is a fault of the algorithm here and not of the worker later.
         return Handoff(int(handoff.start), int(handoff.loc), bytes(handoff.payload))
-    except Exception:  # code of users: its faults keep the request here
+    except (Exception, SystemExit):  # code of users: its faults keep the request here
         log.exception("route '%s': send() failed; the request stays", request.route.name)
         return None
 
@@ -59,7 +59,7 @@ def accepted(request: Request, ids: list[int], payload: bytes) -> int:
     """How many of the ids that came the algorithm takes; none when it fails."""
     try:
         return max(0, min(int(request.route.algorithm.receive(_view(request), ids, payload)), len(ids)))
-    except Exception:  # code of users: its faults cost tokens of this request only
+    except (Exception, SystemExit):  # code of users: its faults cost tokens of this request only
         log.exception("route '%s': receive() failed; %d tokens are not taken", request.route.name, len(ids))
         return 0
 
@@ -70,7 +70,7 @@ def combined(request: Request, payload: bytes) -> int | None:
     try:
         token = route.algorithm.combine(_view(request), payload)
         token = None if token is None else int(token)
-    except Exception:  # code of users: its faults cost a step of this request only
+    except (Exception, SystemExit):  # code of users: its faults cost a step of this request only
         log.exception("route '%s': combine() failed; the entry writes the token itself", route.name)
         return None
     if token is not None and not 0 <= token < route.context.vocab_size:

@@ -76,7 +76,7 @@ def first_writer(request: Request) -> int:
     prompt = PromptView(request.tokens, sampling.seed, sampling.choice, route.params | submit.params, submit.score)
     try:
         return checked(route, int(route.algorithm.start(prompt)))
-    except Exception:  # code of users: its faults end this request
+    except (Exception, SystemExit):  # code of users: its faults end this request
         log.exception("route '%s': start() failed; the request ends with an error", route.name)
         return FAILED
 

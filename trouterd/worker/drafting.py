@@ -127,7 +127,7 @@ def _judged(request: Request, ended: bool) -> Verdict | None:
     )
     try:
         verdict = Verdict(cast(Drafter, route.algorithm).judge(drafts))
-    except Exception:  # code of users: its faults end the requests of this route
+    except (Exception, SystemExit):  # code of users: its faults end the requests of this route
         log.exception("route '%s': judge() failed; its request ends with an error", route.name)
         return None
     return Verdict.VERIFY if ended and verdict is Verdict.DRAFT else verdict
