@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _connect(_control_path(options.control)) as link:
             if options.watch is not None:
                 return int(options.watch(options, lambda: _answer(_ask(link, "batching", {}))))
-            reply = _reply(link, options)
+            replies = _replies(link, options)
+            reply = replies[-1]
             if options.wait and not reply.error:
                 link.settimeout(None)
                 while receive_frame(link) is not None:
@@ -54,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(reply.error, EXIT_REFUSED if reply.refused else EXIT_FAILURE)
     try:
         printer = _PRINTERS["set" if options.changes else options.verb]
-        lines = [json.dumps(reply.result)] if options.json else printer(reply.result)
+        lines = (
+            [json.dumps(reply.result)] if options.json else [line for one in replies for line in printer(one.result)]
+        )
         sys.stdout.write("".join(f"{line}\n" for line in lines))
         sys.stdout.flush()
     except BrokenPipeError:  # `trouterctl status | head`
@@ -141,15 +144,16 @@ def _ask(link: socket.socket, verb: str, args: dict[str, Any]) -> Reply:
     return reply
 
 
-def _reply(link: socket.socket, options: argparse.Namespace) -> Reply:
-    """The last reply of what the options ask for: one call, or several changes of which the first refusal is the end."""
+def _replies(link: socket.socket, options: argparse.Namespace) -> list[Reply]:
+    """Of what the options ask for: one call, or several changes of which the first refusal is the end."""
     if options.changes is None:
-        return _ask(link, options.verb, _arguments(options))
+        return [_ask(link, options.verb, _arguments(options))]
+    replies: list[Reply] = []
     for key, value in options.changes(options):
-        reply = _ask(link, "set", {"key": key, "value": value})
-        if reply.error:
+        replies.append(_ask(link, "set", {"key": key, "value": value}))
+        if replies[-1].error:
             break
-    return reply
+    return replies
 
 
 def _answer(reply: Reply) -> Any:
@@ -274,8 +278,9 @@ def _batching_lines(answer: Mapping[str, Any]) -> Iterable[str]:
     for group in answer["controller"].get("groups", ()):
         yield ""
         yield f"{' > '.join(group['models'])}: {group['state']}"
+        predicted, ideal = (f"{group[key]:.1f}" if group[key] else "-" for key in ("predicted", "ideal"))
         yield (
-            f"  token/s: measured {group['measured']:.1f}, predicted {group['predicted']:.1f}, ideal {group['ideal']:.1f}"
+            f"  token/s: measured {group['measured']:.1f}, predicted {predicted}, ideal {ideal}"
             f" at {group['active']:.1f} active requests"
         )
         for name, row in group["routing"].items():

@@ -77,9 +77,11 @@ def lines(view: Mapping[str, Any]) -> Iterable[str]:
     """A view as text."""
     yield from table(_HEAD, [_cells(name, model) for name, model in view["models"].items()])
     for group in view["groups"]:
+        predicted = f"{group['predicted']:.1f}" if group["predicted"] else "-"
+        of_ideal = f"{group['of_ideal']:.0%}" if group["ideal"] else "-"
         yield (
-            f"{' > '.join(group['models'])}: {group['measured']:.1f} token/s, predicted {group['predicted']:.1f},"
-            f" {group['of_ideal']:.0%} of ideal; {group['state']}"
+            f"{' > '.join(group['models'])}: {group['measured']:.1f} token/s, predicted {predicted},"
+            f" {of_ideal} of ideal; {group['state']}"
         )
 
 

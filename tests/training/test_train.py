@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,6 @@ def test_command_prints_report_and_route(tmp_path: Path, capsys: pytest.CaptureF
     budget = ("--epochs", "2", "--max-tokens", "128", "--target-share", "0.2")
     assert cli.main(["train", "collm", *PAIR, "--prompts", "demo:8", "--output", str(output), *budget]) == 0
     printed = capsys.readouterr().out
-    assert 'algorithm = "collm"' in printed
+    assert tomllib.loads(printed[printed.index("[routes.trained]") :])["routes"]["trained"]["algorithm"] == "collm"
     assert "large alone" in printed
     assert output.is_file()

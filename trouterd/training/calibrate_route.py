@@ -114,4 +114,4 @@ class CalibrationRun:
             known = all(prompt.answer is not None for prompt in self._prompts.held_out)
             console.print(routed_table(result.routed, known))
         line = f"routes.{result.route}.params.{result.parameter} = {result.threshold:.9g}"
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
