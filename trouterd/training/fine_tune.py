@@ -133,7 +133,7 @@ class OwnRow:
 def _schedule(options: TrainOptions, hidden: int) -> Schedule:
     """The paper's; tiny models, which have been trained little, learn faster and longer."""
     large = hidden >= PAPER_HIDDEN
-    epochs, batch, rate = (2, 128, 2e-5) if large else (6, 32, 1e-3)
+    epochs, batch, rate = (2, 128, 2e-5) if large else (6, 16, 2e-4)
     return Schedule(
         epochs=options.epochs or epochs,
         batch=options.batch or batch,
