@@ -179,7 +179,12 @@ class Outcomes:
     def fail_one(self, request: Request) -> None:
         """A step with this request's rows failed."""
         if request.is_entry:
-            self.finish(request, "error", 0, "the model failed while computing this answer")
+            self.finish(
+                request,
+                "error",
+                0,
+                "the model or the route's algorithm failed on this answer; the daemon's log says why",
+            )
             return
         request.warm = False
         if request.state is not State.PENDING:
