@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from algorithms.registry import AlgorithmError
+
+_DAMAGED = (
+    pickle.UnpicklingError,
+    struct.error,
+    RuntimeError,
+    EOFError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+)
+"""What torch's reader raises at files that are cut off or damaged."""
 
 
 def load_mapping(path: Path, key: str) -> dict[str, Any]:
@@ -28,7 +42,7 @@ def load_mapping(path: Path, key: str) -> dict[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise AlgorithmError(f"{key}: {path}: {error.strerror or error}", key) from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except _DAMAGED as error:
         reason = str(error).split("\n", 1)[0]
         raise AlgorithmError(
             f"{key}: {path}: not a checkpoint of tensors and plain values (code is never run): {reason}", key
@@ -60,12 +74,17 @@ class Tensors:
         self._taken: set[str] = set()
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """The named tensor as float64, checked against its shape. Raises AlgorithmError."""
+        """The named tensor as float64, checked against its shape and for values that no head can have. Raises AlgorithmError."""
         tensor = self._tensors.get(name)
         if tensor is None:
             raise self.error(f"{name}: missing")
         if tuple(tensor.shape) != shape:
             raise self.error(f"{name}: has shape {tuple(tensor.shape)}, {shape} is needed")
+        if tensor.is_meta or tensor.layout is not torch.strided or not tensor.is_floating_point():
+            raise self.error(f"{name}: is no dense tensor of floating-point numbers")
+        # A threshold would compare as false with all that comes of these, and the head would seem to work.
+        if not tensor.isfinite().all():
+            raise self.error(f"{name}: holds values that are not finite")
         self._taken.add(name)
         return tensor.double()
 

@@ -110,8 +110,9 @@ def _in_proportion(turn: _Number, weights: Sequence[_Number]) -> _Number:
 def _check(params: MEParams, models: tuple[str, ...]) -> None:
     if len(params.weights) != len(models):
         raise ValueError(f"weights: {len(params.weights)} given for {len(models)} models")
-    if sum(params.weights) == 0:
-        raise ValueError("weights: at least one must be above 0")
+    # In the precision in which writers are found.
+    if not np.asarray(params.weights, dtype=np.float32).any():
+        raise ValueError("weights: at least one must be above 0, and not by less than float32 can tell")
 
 
 ALGORITHM = Definition("me", lambda _: MixtureMember, MEParams, max_models=MOST_MODELS, check=_check)

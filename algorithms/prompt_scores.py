@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
-from safetensors.torch import load_file
+from torch import nn
 from torch.nn import functional
 
-from algorithms.checkpoint import Tensors, load_mapping
+from algorithms.checkpoint import Tensors, load_mapping, load_safetensors
 from algorithms.registry import AlgorithmError
 from models.quiet import quiet
 
@@ -39,26 +38,35 @@ class Classifier:
 
         if not (path / "config.json").is_file():
             raise _error(path, "no config.json; expected a Hugging Face model directory")
+        place: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         try:
-            config = AutoConfig.from_pretrained(path, local_files_only=True)
-            if config.num_labels != _LABELS:
-                raise _error(path, f"config.json: {config.num_labels} labels, {_LABELS} are needed")
-            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            config = AutoConfig.from_pretrained(path, **place)
+            tokenizer = AutoTokenizer.from_pretrained(path, **place)
             with quiet():
                 model, report = AutoModelForSequenceClassification.from_pretrained(
-                    path, config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True
+                    path, config=config, dtype=torch.float32, weights_only=True, output_loading_info=True, **place
                 )
-        except (OSError, ValueError, RuntimeError, safetensors.SafetensorError) as error:
-            raise _error(path, " ".join(str(error).split())) from error
+        except Exception as error:  # of a damaged file; the tokenizer's Rust extension raises nothing narrower
+            raise _error(path, f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+        if config.num_labels != _LABELS:
+            raise _error(path, f"config.json: {config.num_labels} labels, {_LABELS} are needed")
         if missing := sorted(report["missing_keys"]):
             raise _error(path, f"{missing[0]}: missing ({len(missing)} in all)")
+        if wrong := [name for name, weight in model.named_parameters() if not weight.isfinite().all()]:
+            raise _error(path, f"{wrong[0]}: holds values that are not finite ({len(wrong)} in all)")
         self._tokenizer = tokenizer
         self._model = model.eval()
-        self._longest = min(tokenizer.model_max_length, getattr(config, "max_position_embeddings", 1 << 30))
+        self._longest = min(tokenizer.model_max_length, _positions(model))
 
     def __call__(self, text: str) -> float:
-        """The score of a prompt."""
+        """The score of a prompt.
+
+        Raises:
+            ValueError: a text without any token, where the tokenizer adds none.
+        """
         encoded = self._tokenizer(text, truncation=True, max_length=self._longest, return_tensors="pt")
+        if not encoded["input_ids"].numel():
+            raise ValueError("the text to be scored has no tokens")
         with torch.inference_mode():
             probabilities = self._model(**encoded).logits[0].float().softmax(dim=-1)
         return 1.0 - float(probabilities[1] + probabilities[2])
@@ -74,7 +82,7 @@ class MatrixFactorization:
     def __init__(self, path: Path) -> None:
         """`path`: a file, or a directory with one. Raises AlgorithmError naming the file and the tensor."""
         file = _weights_in(path)
-        state = _tensors(file)
+        state = (load_safetensors if file.suffix == ".safetensors" else load_mapping)(file, _KEY)
         tensors = Tensors(file, _KEY, state)
 
         def matrix(name: str) -> tuple[int, int]:
@@ -94,15 +102,21 @@ class MatrixFactorization:
         """The score of a prompt.
 
         Raises:
-            ValueError: an embedding of another length, or a row that is not there.
+            ValueError: an embedding of another length or beyond all measure, or a row that is not there.
         """
         if len(embedding) != self.embedding_size:
             raise ValueError(f"embedding: {len(embedding)} numbers, {self.embedding_size} are needed")
+        self.check_rows(strong, weak)
+        difference = (self._projected[strong] - self._projected[weak]) @ torch.tensor(embedding, dtype=torch.float64)
+        if not difference.isfinite():
+            raise ValueError("embedding: its numbers are too large")
+        return float(difference.sigmoid())
+
+    def check_rows(self, strong: int = STRONG, weak: int = WEAK) -> None:
+        """Raises ValueError naming a row that is not there."""
         for name, row in (("strong", strong), ("weak", weak)):
             if row >= self.models:
                 raise ValueError(f"{name}: row {row}, but there are {self.models} models")
-        difference = self._projected[strong] - self._projected[weak]
-        return float((difference @ torch.tensor(embedding, dtype=torch.float64)).sigmoid())
 
 
 def _weights_in(path: Path) -> Path:
@@ -114,13 +128,12 @@ def _weights_in(path: Path) -> Path:
     return found
 
 
-def _tensors(file: Path) -> dict[str, Any]:
-    if file.suffix != ".safetensors":
-        return load_mapping(file, _KEY)
-    try:
-        return dict(load_file(file))
-    except (OSError, safetensors.SafetensorError) as error:
-        raise _error(file, " ".join(str(error).split())) from error
+def _positions(model: Any) -> int:
+    """Tokens that a classifier has positions for. Those of the RoBERTa family are counted from behind the padding id."""
+    table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
+    if isinstance(table, nn.Embedding) and table.padding_idx is not None:
+        return table.num_embeddings - table.padding_idx - 1
+    return int(getattr(model.config, "max_position_embeddings", 1 << 30))
 
 
 def _error(path: Path, problem: str) -> AlgorithmError:

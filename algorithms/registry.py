@@ -38,11 +38,14 @@ from msgspec.structs import FieldInfo
 
 import algorithms
 from algorithms.base import MOST_MODELS, Algorithm, Definition
+from algorithms.drafting import Drafter, Verifier
 
 GROUP = "trouterd.algorithms"
 """Entry point group of installed algorithms."""
 
 _ATTRIBUTE = "ALGORITHM"
+_LARGEST = (2 - 2**-23) * 2.0**127
+"""Of float32, in which rows carry numeric parameters: a larger one would fail the step of all its batch mates."""
 _DEFINES = re.compile(rf"^{_ATTRIBUTE}\b", re.MULTILINE)
 
 
@@ -115,7 +118,7 @@ def validate_params(definition: Definition, params: Mapping[str, Any], models: S
     except ValueError as error:
         key = next((key for key in fields if re.match(rf"{re.escape(key)}\b", str(error))), "")
         raise AlgorithmError(f"algorithm {definition.name!r}, {error}", key) from error
-    except Exception as error:  # code of users: a check that fails is no reason for the worker to
+    except (Exception, SystemExit) as error:  # code of users: a check that fails is no reason for the worker to
         raise AlgorithmError(f"algorithm {definition.name!r}, check() failed: {_told(error)}") from error
     return struct
 
@@ -196,7 +199,7 @@ def _load_entry_point(point: EntryPoint) -> Definition:
     what = f"entry point {point.name!r} ({point.value}) of {_provider(point)}"
     try:
         loaded = point.load()
-    except Exception as error:  # code of users
+    except (Exception, SystemExit) as error:  # code of users, which may be a script that ends
         raise AlgorithmError(f"{what} cannot be loaded: {_told(error)}") from error
     return _exposed(loaded, what) if isinstance(loaded, ModuleType) else _checked(loaded, what)
 
@@ -218,13 +221,13 @@ def _load_file(path: Path) -> Definition:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # code of users
+    except (Exception, SystemExit) as error:  # code of users, which may be a script that ends
         del sys.modules[name]
         raise AlgorithmError(f"{path}{_line_in(path, error)}: {_told(error)}") from error
     return _exposed(module, str(path))
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     """An exception of users' code in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
@@ -257,20 +260,30 @@ def _checked(definition: object, what: str) -> Definition:
     config = definition.params.__struct_config__
     if not (config.frozen and config.forbid_unknown_fields):
         raise AlgorithmError(f"{what}: {definition.params.__name__} must be frozen=True, forbid_unknown_fields=True")
-    for side in range(definition.min_models):
-        _check_side(definition, side, what)
+    built = [_checked_side(definition, side, what) for side in range(definition.min_models)]
+    if any(issubclass(one, Drafter) for one in built) and not (
+        definition.min_models == definition.max_models == len(built) == 2
+        and issubclass(built[0], Drafter)
+        and issubclass(built[1], Verifier)
+    ):
+        raise AlgorithmError(
+            f"{what}: only side 0 of exactly two models can be a Drafter, and side 1 must be a Verifier then"
+        )
     return definition
 
 
-def _check_side(definition: Definition, side: int, what: str) -> None:
+def _checked_side(definition: Definition, side: int, what: str) -> type[Algorithm]:
     try:
         built = definition.sides(side)
-    except Exception as error:  # code of users
+    except (Exception, SystemExit) as error:  # code of users
         raise AlgorithmError(f"{what}: sides({side}) failed: {_told(error)}") from error
     if not (isinstance(built, type) and issubclass(built, Algorithm)):
         raise AlgorithmError(f"{what}: sides({side}) must give a subclass of Algorithm, not {_kind(built)}")
     if built.route is Algorithm.route and built.decide is Algorithm.decide:
         raise AlgorithmError(f"{what}: {built.__name__} defines neither route() nor decide()")
+    if issubclass(built, Drafter) and built.judge is Drafter.judge:
+        raise AlgorithmError(f"{what}: {built.__name__} defines no judge()")
+    return built
 
 
 def _kind(value: object) -> str:
@@ -339,12 +352,16 @@ def _converted(definition: Definition, declared: FieldInfo, value: object) -> An
     if isinstance(value, float) and not math.isfinite(value):
         raise AlgorithmError(f"{where}: must be a finite number, not {value}", name)
     try:
-        return msgspec.convert(value, declared.type)
+        converted = msgspec.convert(value, declared.type)
     except msgspec.ValidationError as error:
         # "Expected `int`, got `float`" or "Invalid enum value 'x'": the value itself says more, and says it once.
         reason = re.sub(r", got `\w+`|^Invalid enum value .*", "", str(error))
         reason = reason[:1].lower() + reason[1:] or f"expected one of {', '.join(map(str, _choices(declared)))}"
         raise AlgorithmError(f"{where}: {reason}, not {value!r}", name) from error
+    numbers = (converted if isinstance(converted, tuple) else (converted,)) if _number(declared) else ()
+    if not all(abs(number) <= _LARGEST for number in numbers if isinstance(number, int | float)):
+        raise AlgorithmError(f"{where}: numbers must be within {_LARGEST:.2g} of 0, not {str(value)[:64]}", name)
+    return converted
 
 
 def _unknown_param(definition: Definition, name: str) -> AlgorithmError:

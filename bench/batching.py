@@ -1,10 +1,11 @@
 """The throughput model of delayed batching: against its simulator, and how long a plan takes.
 
     python -m bench.batching [--requests 1,4,16,64] [--steps 40000] [--markdown FILE]
+    python -m bench.batching --daemon [--requests 4,8,16] [--step-ms 6,28] [--seconds 8] [--markdown FILE] [--plots FOLDER]
 
-Nothing is served: step times are those of Qwen3-0.6B with the R2R router and of Qwen3-32B on one H200 (docs/performance.md),
-hand-over rates are typical ones of each algorithm. Compare the two columns of the model and of the simulator with each other, and
-both with a measurement of the daemon.
+Without --daemon nothing is served: step times are those of Qwen3-0.6B with the R2R router and of Qwen3-32B on one H200
+(docs/performance.md), hand-over rates are typical ones of each algorithm. Compare the two columns of the model and of the simulator
+with each other, and both with a measurement of the daemon, which --daemon makes (bench.delayed).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from bench.delayed import markdown, measure, plots
 from trouterd.batching.bound import ideal
 from trouterd.batching.network import Network, StepTime
 from trouterd.batching.plan import plan
@@ -39,6 +41,8 @@ MOVES = {
 """Probabilities that a step of the small model hands over, and that one of the large model hands back."""
 PLACES = {"two GPUs": (0.0, 0.0), "one GPU, MPS": (1.8, 0.06), "one GPU, time slices": (1.0, 1.0)}
 """Contention of the small and of the large model."""
+REQUESTS = (1, 4, 16, 64)
+DAEMON_REQUESTS = (4, 8, 16)
 _LISTED = 256
 _REPEATS = 5
 _SEED = 0
@@ -47,7 +51,14 @@ _SEED = 0
 def main(argv: Sequence[str] | None = None) -> int:
     """Compute, print, write."""
     options = _parser().parse_args(argv)
-    report = "\n".join([*_against_simulator(options.requests, options.steps), "", *_times()]) + "\n"
+    if options.daemon:
+        measured = measure(options.requests or DAEMON_REQUESTS, options.seconds, options.step_ms)
+        lines = list(markdown(measured))
+        if options.plots:
+            lines += ["", *(f"![]({path.name})" for path in plots(measured, options.plots))]
+    else:
+        lines = [*_against_simulator(options.requests or REQUESTS, options.steps), "", *_times()]
+    report = "\n".join(lines) + "\n"
     print(report, end="")
     if options.markdown:
         options.markdown.write_text(report)
@@ -56,10 +67,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.batching", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--requests", type=_numbers, default=(1, 4, 16, 64), metavar="LIST", help="1,4,16,64")
+    parser.add_argument("--requests", type=_numbers, metavar="LIST", help="1,4,16,64; with --daemon 4,8,16")
+    parser.add_argument("--daemon", action="store_true", help="measure a daemon with scripted step times")
+    parser.add_argument(
+        "--step-ms", type=_times_ms, default=(6.0, 28.0), metavar="SMALL,LARGE", help="of its models: 6,28"
+    )
+    parser.add_argument("--seconds", type=float, default=8.0, metavar="S", help="of each of its measurements (8)")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="of its report, as PNG files (needs matplotlib)")
     parser.add_argument("--steps", type=int, default=40_000, metavar="N", help="of a simulation, all requests together")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     return parser
+
+
+def _times_ms(text: str) -> tuple[float, ...]:
+    small, large = text.split(",")
+    return float(small), float(large)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

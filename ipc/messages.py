@@ -93,6 +93,11 @@ class TokenUpdate(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Microseconds spent pending so far."""
     status: int = 500
     """With finish = 'error': the HTTP status that tells the client whose fault it is (429 busy, 503 peer lost ...)."""
+    forwards: tuple[int, ...] = ()
+    """Per model of the route: steps with rows of this request so far."""
+    drafted: int = 0
+    accepted: int = 0
+    """Provisional tokens of the entry so far, and those of them that were committed."""
 
 
 class Tokens(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -157,7 +162,7 @@ class PeerReq(msgspec.Struct, array_like=True, frozen=True, gc=False):
     partial: bool = False
     """The sender (or `destination`) keeps the request; the entry only streams these tokens."""
     finish: str = ""
-    """To the entry only: 'stop' or 'length' when the sender ended the answer."""
+    """To the entry only: 'stop' or 'length' when the sender ended the answer, 'peer_lost' when nobody can go on with it."""
     trim: int = 0
     stall: int = 0
     """Hand-offs since the committed length last grew."""
@@ -166,6 +171,10 @@ class PeerReq(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The whole request, sent when the receiver is not known to have it."""
     payload: bytes = b""
     """The algorithm's own."""
+    scores: tuple[float, ...] = ()
+    """One per draft: the last ids of token_ids, from output index `loc` on, are drafts for the receiver to verify."""
+    forwards: tuple[int, ...] = ()
+    """Per model of the route: steps with rows of this request, as far as the sender knows."""
     sent_ns: int = 0
     """CLOCK_MONOTONIC when sent, for the hand-off latency histogram (one clock for all processes of a host)."""
 

@@ -19,6 +19,7 @@ class Outbox:
         self.producer = producer
         self._spill: deque[tuple[bytes, int]] = deque()
         self._bytes = 0
+        self._gathering = False
         self._max_records = spill_records
         self._max_bytes = spill_bytes
         # A producer before this one may have died with messages in its spill.
@@ -29,21 +30,31 @@ class Outbox:
 
         Raises MessageTooLargeError, RingClosedError, RingPoisonedError.
         """
-        if not self._spill or self._push_spilled():
+        if (not self._gathering or self._full(payload)) and (not self._spill or self._push_spilled()):
             if self.producer.try_push(payload, kind) is not PushResult.FULL:
                 return True
         elif len(payload) > self.producer.segment.spec.max_message:
             # The push refuses what could never leave the spill, and says why.
             self.producer.try_push(payload, kind)
-        if len(self._spill) >= self._max_records or self._bytes + len(payload) > self._max_bytes:
+        if self._full(payload):
             self.producer.count(ProducerCounter.REJECTED)
             return False
         self._spill.append((payload, kind))
         self._bytes += len(payload)
         self._show_depth()
-        if len(self._spill) == 1:
+        if len(self._spill) == 1 and not self._gathering:
             self.flush()
         return True
+
+    def gather(self) -> None:
+        """From now on keep messages in the spill, until `release`: a sleeping consumer then finds them all when it wakes."""
+        self._gathering = True
+
+    def release(self) -> None:
+        """Send what was gathered, at once."""
+        self._gathering = False
+        if self._spill:
+            self.flush()
 
     def flush(self) -> int:
         """Moves what fits from the spill to the ring; if some stays, the space event will fire. Returns the number."""
@@ -66,6 +77,9 @@ class Outbox:
         # Twice the size covers the padding at the end of the buffer; an empty ring takes every message.
         enough = max(capacity // 4, 2 * (RECORD_HEADER + aligned(len(self._spill[0][0]))))
         return self.producer.free_bytes >= min(enough, capacity)
+
+    def _full(self, payload: bytes) -> bool:
+        return len(self._spill) >= self._max_records or self._bytes + len(payload) > self._max_bytes
 
     def _push_spilled(self) -> bool:
         """True once the spill is empty."""

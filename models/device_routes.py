@@ -75,7 +75,7 @@ def ask(route: DeviceRoute, output: StepOutput, inputs: RouteInputs) -> torch.Te
     )
     try:
         answer = route.decide(rows)
-    except Exception as error:  # code of users
+    except (Exception, SystemExit) as error:  # code of users
         reason = " ".join(str(error).split())
         raise RouteError(f"route '{route.name}': {type(error).__name__}: {reason}") from error
     if answer.shape != inputs.route.shape or answer.is_floating_point() or answer.device != inputs.route.device:

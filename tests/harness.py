@@ -45,6 +45,9 @@ class Answer:
     trim: int = 0
     handoffs: int = 0
     error: str = ""
+    forwards: tuple[int, ...] = ()
+    drafted: int = 0
+    accepted: int = 0
     done: asyncio.Event = field(default_factory=asyncio.Event)
     grown: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -55,6 +58,7 @@ class Answer:
         self.tokens += unpack_ids(update.ids).tolist()
         self.writers += update.writers
         self.finish, self.trim, self.handoffs, self.error = update.finish, update.trim, update.handoffs, update.error
+        self.forwards, self.drafted, self.accepted = update.forwards, update.drafted, update.accepted
         self.grown.set()
         if update.finish:
             self.done.set()

@@ -13,6 +13,7 @@ from models.tokenizer import Tokenizer
 from models.transformers_config import TransformersConfig
 from models.weights import Checkpoint, locate
 from trouterd.config import Config, Model, Route
+from trouterd.consistency import absence
 from trouterd.settings import PATH_PARAMS
 from trouterd.worker.gpu_check import Host, choose_backend, device_problem, may_use_megakernel, memory_problems
 from trouterd.worker.room import gpu_context, model_room, script_room
@@ -135,5 +136,5 @@ def _absent_files(name: str, route: Route) -> Iterable[str]:
     """Checkpoints are looked for here only: the configuration of a head that is still to be trained is valid."""
     for key in PATH_PARAMS & route.params.keys():
         path = route.params[key]
-        if isinstance(path, str) and path and not Path(path).exists():
-            yield f"routes.{name}.params.{key}: no file or directory {path}"
+        if isinstance(path, str) and path and (why := absence(path, Path.exists)) is not None:
+            yield f"routes.{name}.params.{key}: no file or directory {path}{why}"

@@ -120,6 +120,34 @@ class Gpu(Section, frozen=True):
     ] = "auto"
 
 
+class Batching(Section, frozen=True):
+    """Delayed batching (docs/batching.md): how many ready requests launch a step."""
+
+    mode: Annotated[
+        Literal["auto", "eager", "manual"],
+        Meta(
+            description="'auto' learns thresholds from measured steps and hand-offs; 'eager' launches whatever is ready;"
+            " 'manual' goes by models.X.thresholds.",
+            extra=LIVE,
+        ),
+    ] = "auto"
+    relax: Annotated[
+        bool,
+        Meta(
+            description="Launch below the threshold when a member of the model's last batch is ready; costs throughput on a"
+            " shared GPU.",
+            extra=LIVE,
+        ),
+    ] = False
+    state: Annotated[
+        str,
+        Meta(
+            description="File that keeps what was learned; '' = batching.json in $STATE_DIRECTORY, or else the control socket's"
+            " path with .batching.json in place of its suffix."
+        ),
+    ] = ""
+
+
 class Model(Section, frozen=True):
     """One model, served by one worker process."""
 
@@ -192,6 +220,26 @@ class Model(Section, frozen=True):
     max_batch_tokens: Annotated[
         int, Meta(ge=16, description="Token rows of one step; longer prefills are chunked.", extra=LIVE)
     ] = 512
+
+    thresholds: Annotated[
+        list[Annotated[int, Meta(ge=1)]],
+        Meta(
+            max_length=4096,
+            description="Ready requests that launch a step, for 1, 2, ... active requests; the last one holds beyond. [] = 1."
+            " In force with batching.mode = 'manual'.",
+            extra=LIVE,
+        ),
+    ] = []
+    linger_ms: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=60_000,
+            description="Longest time that a ready request waits for others, ms; 0 = twice the longest step of the models"
+            " that it shares routes with, as measured.",
+            extra=LIVE,
+        ),
+    ] = 0.0
 
     graphs: Annotated[bool, Meta(description="GPU: capture steps of common sizes as CUDA graphs at start.")] = True
     depth: Annotated[
@@ -278,6 +326,7 @@ class Config(Section, frozen=True):
     supervision: Supervision = Supervision()
     rings: Rings = Rings()
     gpu: Gpu = Gpu()
+    batching: Batching = Batching()
     models: Annotated[dict[str, Model], Meta(description="One table per model.")] = {}
     routes: Annotated[
         dict[str, Route], Meta(description="One table per route; every model is also a route of its own.")

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import grp
 import re
+from collections.abc import Callable
 from pathlib import Path
 
+from trouterd.batching.launch import feasible
 from trouterd.config import Config, Model, Route
 from trouterd.keys import dotted, suggestion
 
@@ -16,7 +18,15 @@ RESERVED_NAMES = ("api", "supervisor")
 MAX_SOCKET_PATH = 107
 """Bytes of a unix socket's path (sun_path less its terminating zero)."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]*")
-_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+_DEVICE = re.compile(r"cpu|cuda(:(0|[1-9][0-9]?))?")
+
+
+def absence(path: str | Path, test: Callable[[Path], bool]) -> str | None:
+    """None where the test (`Path.is_file` or the like) holds of the path; else what the system adds to that, or ''."""
+    try:
+        return None if test(Path(path)) else ""
+    except OSError as error:  # no right to look there, a name that is too long
+        return f" ({error.strerror})"
 
 
 def config_problems(config: Config) -> list[str]:
@@ -33,7 +43,36 @@ def config_problems(config: Config) -> list[str]:
         problems += _gpu_problems(config)
     for name, route in config.routes.items():
         problems += _name_problems("routes", name) + _route_problems(name, route, config)
+    return problems or threshold_problems(config)
+
+
+def threshold_problems(config: Config) -> list[str]:
+    """Lists of delayed batching with which requests could wait for each other."""
+    problems = []
+    for name, model in config.models.items():
+        for active, threshold in enumerate(model.thresholds, start=1):
+            if threshold > active:
+                problems.append(
+                    f"models.{name}.thresholds: {threshold} for {active} active requests, of which no more can be ready"
+                )
+                break
+    for name, route in config.routes.items():
+        if not problems and (problem := _deadlock(name, route, config)):
+            problems.append(problem)
     return problems
+
+
+def _deadlock(name: str, route: Route, config: Config) -> str:
+    lists = {model: config.models[model].thresholds for model in route.models if config.models[model].thresholds}
+    for active in range(1, max(map(len, lists.values()), default=0) + 1):
+        thresholds = [values[min(active, len(values)) - 1] for values in lists.values()]
+        if not feasible(thresholds, active):
+            given = ", ".join(f"{model} {threshold}" for model, threshold in zip(lists, thresholds, strict=True))
+            return (
+                f"models.{next(iter(lists))}.thresholds: with {active} active requests of route '{name}' all models could wait"
+                f" at once ({given}): the thresholds less 1 must sum to less than {active}"
+            )
+    return ""
 
 
 def parse_listen(listen: str) -> tuple[str, int]:
@@ -64,8 +103,8 @@ def _server_problems(config: Config) -> list[str]:
             grp.getgrnam(server.socket_group)
         except KeyError:
             problems.append(f"server.socket_group: no group '{server.socket_group}' on this host")
-    if server.api_key_file and not Path(server.api_key_file).is_file():
-        problems.append(f"server.api_key_file: no file {server.api_key_file}")
+    if server.api_key_file and (why := absence(server.api_key_file, Path.is_file)) is not None:
+        problems.append(f"server.api_key_file: no file {server.api_key_file}{why}")
     return problems
 
 
@@ -75,8 +114,8 @@ def _socket_path_problems(key: str, path: str) -> list[str]:
         return [f"{key}: a path holds no zero bytes: {path!r}"]
     if size > MAX_SOCKET_PATH:
         return [f"{key}: path of {size} bytes; the system takes {MAX_SOCKET_PATH}: {path}"]
-    if path and not Path(path).parent.is_dir():
-        return [f"{key}: no folder {Path(path).parent}"]
+    if path and (why := absence(Path(path).parent, Path.is_dir)) is not None:
+        return [f"{key}: no folder {Path(path).parent}{why}"]
     return []
 
 
@@ -97,14 +136,14 @@ def _model_problems(name: str, model: Model) -> list[str]:
     if model.path.startswith("builtin:"):
         problems.append(f"{key}.path: no such built-in model: {model.path}; known: builtin:small, builtin:large")
     elif model.format == "script":
-        if not path.is_file():
-            problems.append(f"{key}.path: no script file {path}")
-    elif not path.is_dir():
-        problems.append(f"{key}.path: no model directory {path}")
-    elif not (path / "config.json").is_file():
-        problems.append(f"{key}.path: no config.json in {path}; expected a Hugging Face model directory")
-    if model.tokenizer and not Path(model.tokenizer).is_dir():
-        problems.append(f"{key}.tokenizer: no directory {model.tokenizer}")
+        if (why := absence(path, Path.is_file)) is not None:
+            problems.append(f"{key}.path: no script file {path}{why}")
+    elif (why := absence(path, Path.is_dir)) is not None:
+        problems.append(f"{key}.path: no model directory {path}{why}")
+    elif (why := absence(path / "config.json", Path.is_file)) is not None:
+        problems.append(f"{key}.path: no config.json in {path}{why}; expected a Hugging Face model directory")
+    if model.tokenizer and (why := absence(model.tokenizer, Path.is_dir)) is not None:
+        problems.append(f"{key}.tokenizer: no directory {model.tokenizer}{why}")
     if not _DEVICE.fullmatch(model.device):
         problems.append(f"{key}.device: expected 'cpu' or a CUDA device such as 'cuda:0', got {model.device!r}")
     return problems
@@ -188,6 +227,6 @@ def _route_problems(name: str, route: Route, config: Config) -> list[str]:
             problems.append(f"{key}.models: unknown model '{model}'{suggestion(model, config.models)}")
     if len(set(route.models)) < len(route.models):
         problems.append(f"{key}.models: a model is named twice: {', '.join(route.models)}")
-    if "/" in route.algorithm and not Path(route.algorithm).is_file():
-        problems.append(f"{key}.algorithm: no file {route.algorithm}")
+    if "/" in route.algorithm and (why := absence(route.algorithm, Path.is_file)) is not None:
+        problems.append(f"{key}.algorithm: no file {route.algorithm}{why}")
     return problems

@@ -14,6 +14,7 @@ from typing import Any
 from trouterd.batching.arguments import add_actions
 from trouterd.control import Call, ControlError, Reply, pack_frame, receive_frame
 from trouterd.table import cell, table
+from trouterd.top import add_top
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_NO_DAEMON, EXIT_REFUSED = range(5)
 ANSWER_TIMEOUT = 30.0
@@ -30,24 +31,33 @@ class NoDaemonError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `trouterctl`; returns the exit code."""
-    options = _parser().parse_args(argv, argparse.Namespace(control="", json=False, wait=False, local=None))
+    defaults = argparse.Namespace(control="", json=False, wait=False, local=None, watch=None, changes=None)
+    options = _parser().parse_args(argv, defaults)
     if options.local is not None:
         return int(options.local(options))
     try:
         with _connect(_control_path(options.control)) as link:
-            reply = _ask(link, options.verb, _arguments(options))
+            if options.watch is not None:
+                return int(options.watch(options, lambda: _answer(_ask(link, "batching", {}))))
+            replies = _replies(link, options)
+            reply = replies[-1]
             if options.wait and not reply.error:
                 link.settimeout(None)
                 while receive_frame(link) is not None:
                     pass
     except NoDaemonError as error:
         return _complain(str(error), EXIT_NO_DAEMON)
+    except KeyboardInterrupt:  # the usual end of `top`
+        return EXIT_OK
     except (OSError, ControlError) as error:
         return _complain(f"the daemon did not answer: {error}", EXIT_FAILURE)
     if reply.error:
         return _complain(reply.error, EXIT_REFUSED if reply.refused else EXIT_FAILURE)
     try:
-        lines = [json.dumps(reply.result)] if options.json else _PRINTERS[options.verb](reply.result)
+        printer = _PRINTERS["set" if options.changes else options.verb]
+        lines = (
+            [json.dumps(reply.result)] if options.json else [line for one in replies for line in printer(one.result)]
+        )
         sys.stdout.write("".join(f"{line}\n" for line in lines))
         sys.stdout.flush()
     except BrokenPipeError:  # `trouterctl status | head`
@@ -86,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     drain.add_argument("--wait", action="store_true", default=argparse.SUPPRESS, help="return when the daemon is gone")
     add("flush-cache", "forget all cached prefixes that no request uses")
     add_actions(add("batching", "delayed batching: thresholds and what they are worth"), shared)
+    add_top(add("top", "batch sizes, queues and rates of every model, live"))
     return parser
 
 
@@ -131,6 +142,24 @@ def _ask(link: socket.socket, verb: str, args: dict[str, Any]) -> Reply:
     if not isinstance(reply, Reply):
         raise ControlError("it closed the connection" if reply is None else f"it sent {type(reply).__name__}")
     return reply
+
+
+def _replies(link: socket.socket, options: argparse.Namespace) -> list[Reply]:
+    """Of what the options ask for: one call, or several changes of which the first refusal is the end."""
+    if options.changes is None:
+        return [_ask(link, options.verb, _arguments(options))]
+    replies: list[Reply] = []
+    for key, value in options.changes(options):
+        replies.append(_ask(link, "set", {"key": key, "value": value}))
+        if replies[-1].error:
+            break
+    return replies
+
+
+def _answer(reply: Reply) -> Any:
+    if reply.error:
+        raise ControlError(reply.error)
+    return reply.result
 
 
 def _complain(message: str, code: int) -> int:
@@ -231,6 +260,34 @@ def _flush_lines(answer: Mapping[str, Any]) -> Iterable[str]:
         yield f"{name}: {pages['error'] if isinstance(pages, Mapping) else f'{pages} pages freed'}"
 
 
+def _batching_lines(answer: Mapping[str, Any]) -> Iterable[str]:
+    rows = [
+        (
+            name,
+            model["mode"],
+            model["active"],
+            model["threshold"],
+            f"{model['linger_ms']:.1f}",
+            ", ".join(f"{reason} {count}" for reason, count in model["reasons"].items()) or "-",
+            ",".join(map(str, model["thresholds"])) or "1",
+        )
+        for name, model in answer["models"].items()
+        if "error" not in model
+    ]
+    yield from table(("MODEL", "MODE", "ACTIVE", "B", "LINGER MS", "LAUNCHES BY", "LIST"), rows)
+    for group in answer["controller"].get("groups", ()):
+        yield ""
+        yield f"{' > '.join(group['models'])}: {group['state']}"
+        predicted, ideal = (f"{group[key]:.1f}" if group[key] else "-" for key in ("predicted", "ideal"))
+        yield (
+            f"  token/s: measured {group['measured']:.1f}, predicted {predicted}, ideal {ideal}"
+            f" at {group['active']:.1f} active requests"
+        )
+        for name, row in group["routing"].items():
+            moves = " ".join(f"{share:.3f}" for share in row)
+            yield f"  {name}: step {group['step_ms'][name]:.2f} ms, goes on to {moves}, contention {group['contention'][name]:.2f}"
+
+
 _PRINTERS: dict[str, Callable[[Any], Iterable[str]]] = {
     "status": _status_lines,
     "models": _models_lines,
@@ -239,6 +296,7 @@ _PRINTERS: dict[str, Callable[[Any], Iterable[str]]] = {
     "abort": _abort_lines,
     "drain": _drain_lines,
     "flush-cache": _flush_lines,
+    "batching": _batching_lines,
 }
 
 

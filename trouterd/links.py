@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -89,6 +90,17 @@ class Links:
         except RingPoisonedError as error:
             self._break(str(error))
             return False
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is sent inside leaves at the end, so that no receiver starts on the first of several messages."""
+        for outbound in self._out.values():
+            outbound.outbox.gather()
+        try:
+            yield
+        finally:
+            for outbound in self._out.values():
+                outbound.outbox.release()
 
     def catch_up(self, peer: str) -> None:
         """Receive at once what a process has sent so far."""

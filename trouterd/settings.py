@@ -35,11 +35,12 @@ from trouterd.keys import (
 DEFAULT_FILE = "trouterd.toml"
 BUILTIN = "builtin:"
 BUILTIN_MODELS = ("small", "large")
-_VARIABLE = re.compile(r"TROUTERD_(SERVER|SUPERVISION|RINGS|GPU|MODELS|ROUTES)_")
+_VARIABLE = re.compile(r"TROUTERD_(SERVER|SUPERVISION|RINGS|GPU|BATCHING|MODELS|ROUTES)_")
 _PATH_KEYS = {
     ("server", "socket"),
     ("server", "control"),
     ("server", "api_key_file"),
+    ("batching", "state"),
     ("models", "path"),
     ("models", "tokenizer"),
     ("routes", "algorithm"),

@@ -16,4 +16,4 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterable[str]:
 
 def cell(value: Any) -> str:
     """Of one value."""
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+    return f"{value:z.3f}" if isinstance(value, float) else str(value)

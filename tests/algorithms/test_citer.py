@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,15 @@ def test_a_missing_tensor(checkpoint: Path, name: str) -> None:
         ({"mlp.7.weight": torch.zeros(1)}, "mlp.7.weight: unknown tensor (1 in all)"),
         ({"linear.bias": 3.0}, "state_dict: must map names to tensors"),
         ({"linear.bias": Code()}, "code is never run"),
+        ({"linear.bias": torch.full((1,), float("nan"))}, "linear.bias: holds values that are not finite"),
+        ({"mlp.0.bias": torch.full((2 * H,), float("-inf"))}, "mlp.0.bias: holds values that are not finite"),
+        (
+            {"linear.bias": torch.zeros(1, dtype=torch.int64)},
+            "linear.bias: is no dense tensor of floating-point numbers",
+        ),
+        ({"linear.bias": torch.zeros(1, dtype=torch.complex64)}, "linear.bias: is no dense tensor"),
+        ({"mlp.0.bias": torch.zeros(2 * H).to_sparse()}, "mlp.0.bias: is no dense tensor"),
+        ({"linear.bias": torch.zeros(1, device="meta")}, "linear.bias: is no dense tensor"),
     ],
 )
 def test_a_file_that_does_not_fit(
@@ -171,6 +182,25 @@ def test_other_refusals(checkpoint: Path) -> None:
     checkpoint.write_text("no checkpoint")
     with pytest.raises(AlgorithmError, match="not a checkpoint"):
         side(checkpoint)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_damaged_file_is_named(checkpoint: Path, zipped: bool) -> None:
+    """Cut off or changed anywhere: torch's reader raises much that is no UnpicklingError."""
+    state = torch.load(checkpoint, weights_only=True)
+    torch.save(state, checkpoint, _use_new_zipfile_serialization=zipped)
+    whole, dice, refused = checkpoint.read_bytes(), random.Random(1), 0
+    for _ in range(150):
+        damaged = bytearray(whole[: dice.randrange(1, 400)] if dice.random() < 0.5 else whole)
+        for _ in range(dice.randint(1, 4)):
+            damaged[dice.randrange(min(len(damaged), 600))] = dice.randrange(256)
+        checkpoint.write_bytes(damaged)
+        with suppress(AlgorithmError):
+            side(checkpoint)
+            continue
+        refused += 1
+    assert refused > 75
 
 
 def test_the_peer_goes_back_after_one_token() -> None:

@@ -113,6 +113,7 @@ def test_where_the_threshold_comes_from(tmp_path: Path, caplog: pytest.LogCaptur
         ({"defer.weight": torch.zeros(2, H)}, f"defer.weight: has shape (2, {H})"),
         ({"defer.weight": torch.zeros(1, H), "defer.bias": torch.zeros(2)}, "defer.bias: has shape (2,)"),
         ({"defer.weight": torch.zeros(1, H), "lm_head.weight": torch.zeros(1)}, "lm_head.weight: unknown tensor"),
+        ({"defer.weight": torch.full((1, H), float("nan"))}, "defer.weight: holds values that are not finite"),
     ],
 )
 def test_files_that_do_not_fit(tmp_path: Path, tensors: dict[str, torch.Tensor], message: str) -> None:

@@ -18,6 +18,7 @@ from ipc.messages import Sampling
 from tests.algorithms.reference import Decision, generate, probabilities
 from tests.algorithms.steps import quick, side, step
 from tests.harness import Cluster
+from tests.worker.cousins import cousin
 from tests.worker.lookup import LookupModel, LookupRunner
 from trouterd.config import Route
 
@@ -103,3 +104,17 @@ async def test_the_example_serves_requests(examples, name):
     trace = generate(list(models.values()), rule, [3, 1, 4], Sampling(seed=0, max_tokens=30, temperature=0.0))
     assert (answer.tokens, answer.writers) == (trace.tokens, trace.writers)
     assert sum(answer.writers[4:]) > 0
+
+
+async def test_the_example_with_drafts_writes_what_the_large_model_writes(examples):
+    models = {"large": LookupModel(1)}
+    models["small"] = cousin(models["large"], 5, 0.7)
+    route = Route(models=["small", "large"], algorithm=str(examples / "patient.py"))
+    runners = {model: LookupRunner(table) for model, table in models.items()}
+    async with Cluster(runners, {"demo": route}, eos_ids=frozenset()).running() as workers:
+        answers = [await workers.generate(name, [3, 1, 4], max_tokens=30) for name in ("demo", "large")]
+        await workers.settled()
+    assert answers[0].tokens == answers[1].tokens
+    sizes = {len(message.scores) for message in workers.trace if message.destination == workers.names.index("large")}
+    assert len(sizes) > 2
+    assert 0 < answers[0].accepted < answers[0].drafted

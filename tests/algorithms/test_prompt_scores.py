@@ -51,6 +51,7 @@ def test_matrix_factorisation(form: str, tmp_path: Path) -> None:
     for arguments, message in [
         ((embedding[:-1],), "embedding: 23 numbers, 24 are needed"),
         ((embedding, 64, 0), "strong: row 64, but there are 64 models"),
+        (([1.7e308, -1.7e308] * (EMBEDDING // 2),), "embedding: its numbers are too large"),
         ((embedding, 0, 99), "weak: row 99"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -80,8 +81,9 @@ def test_factors_that_do_not_fit(tmp_path: Path) -> None:
         MatrixFactorization(tmp_path / "empty")
 
 
-def test_classifier(tmp_path: Path) -> None:
-    expected = tiny_classifier(tmp_path / "bert", positions=8)
+@pytest.mark.parametrize("roberta", [False, True])
+def test_classifier(roberta: bool, tmp_path: Path) -> None:
+    expected = tiny_classifier(tmp_path / "bert", positions=8, roberta=roberta)
     classifier = Classifier(tmp_path / "bert")
     texts = ["sum of two", "proof of it", "all of it all", "unknown", "proof " * 8]
     for text in texts:
@@ -94,6 +96,12 @@ def test_classifiers_that_do_not_fit(tmp_path: Path) -> None:
     tiny_classifier(tmp_path / "two", labels=2)
     with pytest.raises(AlgorithmError, match=r"checkpoint: .*two: config.json: 2 labels, 3 are needed"):
         Classifier(tmp_path / "two")
+    tiny_classifier(tmp_path / "nan")
+    weights = tmp_path / "nan" / "model.safetensors"
+    state = load_file(weights)
+    save_file(state | {"classifier.bias": state["classifier.bias"] * math.nan}, weights, {"format": "pt"})
+    with pytest.raises(AlgorithmError, match=r"checkpoint: .*nan: classifier.bias: holds values that are not finite"):
+        Classifier(tmp_path / "nan")
     tiny_classifier(tmp_path / "part")
     weights = tmp_path / "part" / "model.safetensors"
     state = load_file(weights)
@@ -107,3 +115,21 @@ def test_classifiers_that_do_not_fit(tmp_path: Path) -> None:
     weights.write_bytes(b"nothing of the kind")
     with pytest.raises(AlgorithmError, match=r"checkpoint: .*part: "):
         Classifier(tmp_path / "part")
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", '{"model_type": "bert", "hidden_size": "wide"}'),
+        ("config.json", '{"model_type": "bert", "auto_map": {"AutoConfig": "code.Config"}, "num_labels": 2}'),
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", '{"added_tokens": [], "model": 7}'),
+        ("tokenizer_config.json", "[]"),
+    ],
+)
+def test_damaged_files_of_a_classifier(file: str, content: str, tmp_path: Path) -> None:
+    """One line that names the directory, whatever transformers and tokenizers raise; its code is never asked for."""
+    tiny_classifier(tmp_path / "bert")
+    (tmp_path / "bert" / file).write_text(content)
+    with pytest.raises(AlgorithmError, match=r"\Acheckpoint: \S*bert: .+\Z"):
+        Classifier(tmp_path / "bert")

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import msgspec
 import pytest
+import torch
 from msgspec import Meta
 
 from algorithms.base import Definition, ReturnAfterOne
@@ -141,6 +142,7 @@ def test_two_files_of_one_name_stay_apart(write, tmp_path):
         ("ALGORITHM = 3", "must be an algorithms.base.Definition, not int"),
         ("def f(:\n    pass", r"rule\.py:1: SyntaxError"),
         ("\n\nimport no_such_module_anywhere", r"rule\.py:3: ModuleNotFoundError: .*no_such_module_anywhere"),
+        ("import sys\nsys.exit(3)", r"rule\.py:2: SystemExit: 3$"),
         ("x = 1\ny = 1 / 0", r"rule\.py:2: ZeroDivisionError"),
         ("class Odd(Exception):\n    pass\nraise Odd('two\\nlines')", r"rule\.py:3: Odd: two lines$"),
         (
@@ -200,6 +202,12 @@ def test_parameters_are_converted_and_defaults_filled_in():
     assert numeric_params(Params(share=0.5, level=0.25)) == {"share": 0.5, "count": 3.0, "level": 0.25}
 
 
+def test_the_largest_number_is_one_that_rows_carry():
+    largest = torch.finfo(torch.float32).max
+    numbers = numeric_params(validate_params(PAIR, {"share": 1, "count": 1, "level": largest}, "ab"))
+    assert torch.full((1,), numbers["level"]).item() == largest
+
+
 @pytest.mark.parametrize(
     ("params", "key", "message"),
     [
@@ -209,6 +217,8 @@ def test_parameters_are_converted_and_defaults_filled_in():
         ({"share": True}, "share", "'share': expected `float`, not True"),
         ({"share": float("nan")}, "share", "must be a finite number, not nan"),
         ({"share": 1, "level": float("inf")}, "level", "must be a finite number, not inf"),
+        ({"share": 1, "level": 3.5e38}, "level", r"'level': numbers must be within 3\.4e\+38 of 0, not 3\.5e\+38"),
+        ({"share": 1, "count": 10**60}, "count", r"'count': numbers must be within 3\.4e\+38 of 0, not 1000"),
         (
             {"share": 1, "shares": 1},
             "shares",
@@ -266,6 +276,8 @@ def test_overrides(name, value, expected):
     [
         ("share", 1.5, "'share': expected `float` <= 1.0"),
         ("share", float("nan"), "finite"),
+        ("level", 1e39, "within"),
+        ("count", 1e39, "within"),
         ("share", "1", "expected `float`, not '1'"),
         ("share", None, "expected `float`, not None"),
         ("count", 2.5, "'count': expected `int`, not 2.5"),

@@ -255,6 +255,8 @@ def test_me_proportions_keep_close_to_the_shares(weights):
     [
         ([0.5, 0.5], 3, "weights: 2 given for 3 models"),
         ([0.0, 0.0], 2, "weights: at least one must be above 0"),
+        ([1e-60, 1e-60], 2, "weights: at least one must be above 0"),
+        ([1e-320, 0.0], 2, "weights: at least one must be above 0, and not by less than float32 can tell"),
         ([math.nan, 1.0], 2, "'weights': expected `float` >= 0"),
         ([-0.1, 1.0], 2, "'weights': expected `float` >= 0"),
     ],

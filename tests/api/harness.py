@@ -39,6 +39,8 @@ class Script:
     writer: Callable[[int], int] = lambda _index: 0
     """Output index -> route index of the writer."""
     fail_at: int | None = None
+    fail_with: Sequence[int] = ()
+    """Ids that come in the update of the failure."""
     error: str = "the model failed while computing this answer"
     status: int = 500
     gate_at: int | None = None
@@ -94,9 +96,11 @@ class ScriptedWorkers:
             if script.gate_at is not None and index >= script.gate_at:
                 await script.gate.wait()
             if script.fail_at is not None and index >= script.fail_at:
-                self.deliver(
-                    worker, TokenUpdate(submit.rid, index, b"", b"", "error", error=script.error, status=script.status)
+                last, writers = pack_ids(list(script.fail_with)), bytes(len(script.fail_with))
+                failure = TokenUpdate(
+                    submit.rid, index, last, writers, "error", error=script.error, status=script.status
                 )
+                self.deliver(worker, failure)
                 return
             ids: list[int] = []
             finish, trim = "", 0

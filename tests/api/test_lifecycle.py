@@ -11,6 +11,8 @@ import pytest
 from ipc.messages import TokenUpdate, pack_ids
 from models.tokenizer import Tokenizer
 from tests.api.harness import EOS, Endpoint, Script, chat_body, config, serve
+from trouterd.api.loading import ParamChecks
+from trouterd.api.scores import Scores
 from trouterd.api.verbs import Verbs
 from trouterd.child import Refused
 
@@ -196,7 +198,7 @@ async def test_abort_that_found_no_room_is_sent_later(tmp_path: Path, tokenizer:
 async def test_c32_drain_lets_streams_finish(tmp_path: Path, tokenizer: Tokenizer) -> None:
     script = Script([*b"ab", EOS], gate_at=1)
     async with serve(tmp_path, tokenizer, script) as api:
-        verbs = Verbs(api.engine, api.catalog)
+        verbs = Verbs(api.engine, api.catalog, ParamChecks(config()), Scores(config()))
         running = [asyncio.create_task(api.chat_stream()) for _ in range(2)]
         while len(api.workers.submits) < 2:
             await asyncio.sleep(0)
@@ -217,7 +219,7 @@ async def test_c32_drain_lets_streams_finish(tmp_path: Path, tokenizer: Tokenize
 async def test_c32_drain_timeout_sends_error_frames(tmp_path: Path, tokenizer: Tokenizer) -> None:
     script = Script(b"abc", gate_at=1)
     async with serve(tmp_path, tokenizer, script) as api:
-        verbs = Verbs(api.engine, api.catalog)
+        verbs = Verbs(api.engine, api.catalog, ParamChecks(config()), Scores(config()))
         stream, whole = asyncio.create_task(api.chat_stream()), asyncio.create_task(api.chat())
         while len(api.workers.submits) < 2:
             await asyncio.sleep(0)
@@ -233,7 +235,7 @@ async def test_c32_drain_timeout_sends_error_frames(tmp_path: Path, tokenizer: T
 async def test_verbs(tmp_path: Path, tokenizer: Tokenizer) -> None:
     script = Script(b"abc", gate_at=2)
     async with serve(tmp_path, tokenizer, script) as api:
-        verbs = Verbs(api.engine, api.catalog)
+        verbs = Verbs(api.engine, api.catalog, ParamChecks(config()), Scores(config()))
         running = asyncio.create_task(
             api.post("/v1/chat/completions", chat_body(), headers={"X-Request-Id": "find-me"})
         )

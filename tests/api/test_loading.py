@@ -56,6 +56,32 @@ async def test_param_checks() -> None:
         await check("small", {"threshold": 0.5})
 
 
+async def test_overrides_are_laid_over_live_values(tmp_path: Path) -> None:
+    """What only holds together with the route's other parameters is judged by those in force."""
+    rule = tmp_path / "rule.py"
+    rule.write_text(
+        "import msgspec\n"
+        "from algorithms.base import Definition, ReturnAfterOne\n"
+        "class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True):\n"
+        "    low: float\n"
+        "    high: float\n"
+        "def check(params, models):\n"
+        "    if params.low > params.high:\n"
+        "        raise ValueError('low: above high')\n"
+        "ALGORITHM = Definition('rule', lambda side: ReturnAfterOne, Params, check=check)\n"
+    )
+
+    def config(high: float) -> Config:
+        route = Route(models=["small", "large"], algorithm=str(rule), params={"low": 0.1, "high": high})
+        return Config(models={"small": Model(path="s"), "large": Model(path="l")}, routes={"demo": route})
+
+    check = ParamChecks(config(0.5))
+    with pytest.raises(ValueError, match="low: above high"):
+        await check("demo", {"low": 0.6})
+    check.configure(config(0.7))
+    assert await check("demo", {"low": 0.6}) == {"low": 0.6}
+
+
 async def test_file_of_an_algorithm_is_run_once(tmp_path: Path) -> None:
     rule = tmp_path / "rule.py"
     runs = tmp_path / "runs"

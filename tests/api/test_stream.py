@@ -67,6 +67,23 @@ async def test_c07_failure_inside_a_stream(tmp_path: Path, tokenizer: Tokenizer)
         assert api.engine.metrics.finished["error", "demo"] == 1
 
 
+@pytest.mark.parametrize("fail_at", [0, 3])
+async def test_c07_failure_that_comes_with_tokens(tmp_path: Path, tokenizer: Tokenizer, fail_at: int) -> None:
+    """They are streamed, and the answer has failed all the same."""
+    script = Script(b"abcdef", fail_at=fail_at, fail_with=b"xy", status=503)
+    async with serve(tmp_path, tokenizer, script) as api:
+        status, body = await api.post("/v1/chat/completions", chat_body())
+        assert (status, body["error"]["code"]) == (503, "unavailable")
+        stream = await api.chat_stream(stream_options={"include_usage": True})
+        text = "".join(e["choices"][0]["delta"]["content"] for e in stream.chunks)
+        assert text == "abcdef"[:fail_at] + "xy"
+        assert stream.events[-1]["error"]["message"] == script.error
+        assert stream.done
+        assert stream.finishes() == []
+        assert api.engine.active == 0
+        assert api.engine.metrics.finished == {("error", "demo"): 2}
+
+
 async def test_connection_is_closed_after_an_error_frame(tmp_path: Path, tokenizer: Tokenizer) -> None:
     async with serve(tmp_path, tokenizer, Script(b"abc", fail_at=1)) as api:
         reader, writer = await asyncio.open_unix_connection(str(api.socket))

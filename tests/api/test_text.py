@@ -41,6 +41,9 @@ async def test_c01_character_over_a_handoff(tmp_path: Path, tokenizer: Tokenizer
         "handoffs": 2,
         "tokens": {"small": 3, "large": 2},
         "pending_ms": 0.0,
+        "forwards": {"small": 0, "large": 0},
+        "drafted": 0,
+        "accepted": 0,
     }
 
 

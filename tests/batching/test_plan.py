@@ -157,3 +157,12 @@ def test_numbers_out_of_range() -> None:
         Network.pair((StepTime.affine(1), StepTime.affine(2)), 2)
     with pytest.raises(ValueError, match="must be 1 or more"):
         plan(paper_pair(), 0)
+
+
+@pytest.mark.parametrize("factors", [(), (1.5, 0.1), (1.0, 1.0), (20.0, 20.0)])
+def test_bounds_are_plain_numbers(factors: tuple[float, ...]) -> None:
+    """They travel in messages, whose encoder knows no numbers of numpy."""
+    for concurrency in (1, 4, 64, 256):
+        times = StepTime(((1.0, 1.2e-3), (16.0, 1.4e-3))), StepTime(((1.0, 0.015), (16.0, 0.018)))
+        network = Network(times, ((0.65, 0.35), (1.0, 0.0)), rewrite_commit(2), factors)
+        assert type(ideal(network, concurrency)) is float

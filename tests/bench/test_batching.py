@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import batching
+from bench import batching, delayed
+from trouterd import settings
 
 
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,3 +24,22 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
         assert predicted == pytest.approx(simulated, rel=0.08)
         assert simulated > 0.95 * eager
     assert "Model against simulator" in report
+
+
+def test_report_of_the_daemon(tmp_path: Path) -> None:
+    def window(how: str, thresholds: tuple[int, int], measured: float) -> delayed.Run:
+        return delayed.Run(4, "geometric", how, thresholds, measured, 110.0, (6.0, 28.0), 0.35, (2.0, 3.0))
+
+    report = delayed.Report((6.0, 28.0), 8.0, [window("eager", (1, 1), 100.0), window("B*", (1, 3), 120.0)], {4: 80.0})
+    lines = list(delayed.markdown(report))
+    assert "| geometric | 4 | B* | 1, 3 | 120.0 | 110.0 | -8.3% | 1.20 | 2.0, 3.0 | 6.00, 28.00 | 0.350 |" in lines
+    assert lines[-1].startswith("Models that step together, 4 requests: 80.0 token/s")
+    assert delayed.scaled((1, 5), 2.0, 8) == (1, 8)
+    assert delayed.scaled((1, 5), 0.5, 8) == (1, 2)
+    (tmp_path / "trouterd.toml").write_text(delayed.configuration(tmp_path, (6.0, 28.0)))
+    config = settings.load(tmp_path / "trouterd.toml", {})
+    assert {route.algorithm.rpartition("/")[2] for route in config.routes.values()} == {
+        "bernoulli",
+        "every_n",
+        "bursty.py",
+    }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -15,7 +17,10 @@ from models.tokenizer import Tokenizer
 from tests.algorithms.classifiers import tiny_classifier
 from tests.api.harness import Client, chat_body
 from tests.cases.stack import CHAT, LARGE, SMALL, TEXT, Stack, chunks, eventually, route, script
+from trouterd.api.loading import ParamChecks
 from trouterd.api.scores import ScoreError, Scores
+from trouterd.api.verbs import Verbs
+from trouterd.child import Refused
 from trouterd.config import Config, Model, Route
 from trouterd.worker.events import ProcessState
 
@@ -133,7 +138,8 @@ async def test_matrix_factorisation(tmp_path: Path, tokenizer: Tokenizer) -> Non
     )
     params = {"source": "mf", "checkpoint": str(tmp_path / "mf.safetensors"), "strong": 0, "weak": 1}
     routes = {"demo": route("query", threshold=0.7, **params)}
-    async with stack(tokenizer, routes).serving(tmp_path) as client:
+    service = stack(tokenizer, routes)
+    async with service.serving(tmp_path) as client:
         # sigmoid(e[0] - e[1])
         assert await shares(client, route={"embedding": [2.0, 1.0]}) == STRONG
         assert await shares(client, route={"embedding": [1.8, 1.0]}) == WEAK
@@ -142,6 +148,7 @@ async def test_matrix_factorisation(tmp_path: Path, tokenizer: Tokenizer) -> Non
         for given, param, words in [
             ({}, "route.embedding", "missing"),
             ({"embedding": [1.0]}, "route.embedding", "1 numbers, 2 are needed"),
+            ({"embedding": [1.7e308, -1.7e308]}, "route.embedding", "too large"),
             (
                 {"embedding": [1.0, 2.0], "params": {"strong": 3}},
                 "route.params.strong",
@@ -151,6 +158,13 @@ async def test_matrix_factorisation(tmp_path: Path, tokenizer: Tokenizer) -> Non
             status, answer = await client.post(TEXT, {"model": "demo", "prompt": "x", "route": given})
             assert (status, answer["error"]["param"]) == (400, param)
             assert words in answer["error"]["message"]
+        # A live change is refused as a request's own would be.
+        checks = ParamChecks(service.config)
+        verbs = Verbs(client.engine, service.services.catalog, checks, service.services.scores)
+        for strong in (2, 3):
+            demo = msgspec.structs.replace(routes["demo"], params=routes["demo"].params | {"strong": strong})
+            with contextlib.nullcontext() if strong < 3 else pytest.raises(Refused, match="strong: row 3"):
+                await verbs.set({"config": msgspec.structs.replace(service.config, routes={"demo": demo})})
 
 
 async def test_classifier(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -171,6 +185,10 @@ async def test_classifier(tmp_path: Path, tokenizer: Tokenizer) -> None:
             assert (await client.post(CHAT, body))[1]["choices"][0]["message"]["content"] == text
         body = {"model": "demo", "prompt": [easy, hard], "max_tokens": 1}
         assert [choice["text"] for choice in (await client.post(TEXT, body))[1]["choices"]] == ["a", "A"]
+        # Such a tokenizer leaves nothing of an empty text to judge.
+        body = {"model": "demo", "messages": [{"role": "user", "content": []}]}
+        status, answer = await client.post(CHAT, body)
+        assert (status, "no tokens" in answer["error"]["message"]) == (400, True)
         # Each text has been asked once.
         assert len(service.services.scores._known) == 2
 

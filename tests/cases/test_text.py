@@ -201,3 +201,29 @@ async def test_c14_end_tokens(
     assert choice["message"]["content"] == text
     assert choice["finish_reason"] == finish
     assert whole["usage"]["completion_tokens"] == len(ids)
+
+
+async def test_stop_string_in_accepted_drafts(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """The drafts behind it are no part of the answer, nor are those that the large model has not verified."""
+    routes = {"demo": route("speculative", gamma=5)}
+    for large in (LETTERS, b"ABCDEFGHXJKL"):
+        async with stack(tokenizer, LETTERS, large, routes).serving(tmp_path) as client:
+            stream, choice, usage = await both(client, stop="EFG", max_tokens=12)
+        assert stream.text() == "ABCD"
+        assert choice["finish_reason"] == "stop"
+        # A to E and G are drafts, F is the large model's own behind the first round.
+        assert usage["route"]["tokens"] == {"small": 6, "large": 1}
+    async with stack(tokenizer, LETTERS, b"ABCXEFGHIJKL", routes).serving(tmp_path) as client:
+        stream, choice, usage = await both(client, stop="EFG", max_tokens=12)
+    assert stream.text() == "ABCX"
+    assert usage["route"]["tokens"] == {"small": 6, "large": 1}
+
+
+async def test_choices_of_one_prompt_by_drafts(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """n answers share the prompt's pages and each has its own drafts."""
+    routes = {"demo": route("speculative", gamma=3)}
+    async with stack(tokenizer, LETTERS, b"AXCDEFGHIJKL", routes).serving(tmp_path) as client:
+        status, whole = await client.chat(n=3, max_tokens=7)
+    assert status == 200
+    assert [choice["message"]["content"] for choice in whole["choices"]] == ["AXCDEFG"] * 3
+    assert whole["usage"]["route"]["tokens"] == {"small": 15, "large": 6}

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from trouterd import ctl
+from trouterd import ctl, top
 from trouterd.control import Call, Reply, pack_frame, receive_frame
 from trouterd.interpreter import environment, module_command
 
-FakeDaemon = Callable[[Reply | None], list[Call]]
+FakeDaemon = Callable[..., list[Call]]
 
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
-    """A control socket that gives one answer (None: hangs up); returns the list that its calls go to."""
+    """A control socket that gives these answers to one client (None: hangs up); returns the list that its calls go to."""
     threads: list[threading.Thread] = []
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(tmp_path / "d.ctl"))
@@ -28,17 +30,18 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon
     listener.settimeout(10)
     monkeypatch.setenv("TROUTERD_CONTROL", str(tmp_path / "d.ctl"))
 
-    def answer(reply: Reply | None) -> list[Call]:
+    def answer(*replies: Reply | None) -> list[Call]:
         calls: list[Call] = []
 
         def serve() -> None:
             link, _ = listener.accept()
             with link:
-                call = receive_frame(link)
-                assert isinstance(call, Call)
-                calls.append(call)
-                if reply is not None:
-                    link.sendall(pack_frame(reply))
+                for reply in replies:
+                    call = receive_frame(link)
+                    assert isinstance(call, Call)
+                    calls.append(call)
+                    if reply is not None:
+                        link.sendall(pack_frame(reply))
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -59,7 +62,7 @@ def test_set_prints_old_and_new(fake: FakeDaemon, capsys: pytest.CaptureFixture[
 
 
 def test_status_has_one_fact_a_line(fake: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
-    worker = {"model": "small", "tokens": 7, "loop_lag_seconds": 0.00034091099951183423, "handoff_us": {"p50": 2.0}}
+    worker = {"model": "small", "tokens": 7, "loop_lag_seconds": -0.00034091099951183423, "handoff_us": {"p50": 2.0}}
     facts = {"version": "1", "state": "ready", "uptime_seconds": 1.0, "addresses": [], "processes": [], "rings": []}
     fake(Reply(id=1, result=facts | {"api": {"tokens_by_model": {}}, "workers": {"small": worker}}))
     assert ctl.main(["status"]) == ctl.EXIT_OK
@@ -135,3 +138,78 @@ def test_starts_without_heavy_imports() -> None:
     command = [module_command("x")[0], "-c", code]
     loaded = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "aiohttp", "asyncio", "numpy", "rich", "transformers", "uvloop"} & set(loaded)
+
+
+def test_batching_changes_are_settings(fake: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    calls = fake(Reply(id=1, result={"key": "batching.mode", "old": "eager", "new": "auto", "pending": []}))
+    assert ctl.main(["batching", "auto"]) == ctl.EXIT_OK
+    assert (calls[0].verb, calls[0].args) == ("set", {"key": "batching.mode", "value": "auto"})
+    assert capsys.readouterr().out == "batching.mode: eager -> auto\n"
+    calls = fake(Reply(id=1, error="models.large.thresholds: 2 for 1 active requests", refused=True))
+    assert ctl.main(["batching", "set", "large", "2,2"]) == ctl.EXIT_REFUSED
+    assert calls[0].args == {"key": "models.large.thresholds", "value": [2, 2]}
+    with pytest.raises(SystemExit):
+        ctl.main(["batching", "set", "large", "1,0"])
+
+
+def test_every_change_of_a_verb_is_printed(fake: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    thresholds = {"key": "models.large.thresholds", "old": [], "new": [1, 2], "pending": []}
+    mode = {"key": "batching.mode", "old": "auto", "new": "manual", "pending": []}
+    fake(Reply(id=1, result=thresholds), Reply(id=1, result=mode))
+    assert ctl.main(["batching", "set", "large", "1,2"]) == ctl.EXIT_OK
+    assert capsys.readouterr().out == "models.large.thresholds: [] -> [1, 2]\nbatching.mode: auto -> manual\n"
+
+
+def look(steps: int, tokens: int, now: float) -> dict[str, Any]:
+    model = {"now": now, "mode": "auto", "threshold": 3, "thresholds": [1, 2, 3], "linger_ms": 56.0, "active": 4}
+    model |= {"reasons": {"threshold": steps}, "queue": 0, "pending": 2, "tokens": tokens, "handoffs": tokens // 2}
+    model |= {"steps": steps, "step_requests": steps * 2.5, "held_seconds": now / 4}
+    group = {"models": ["small", "large"], "state": "settled", "active": 4.0, "measured": 150.0, "predicted": 160.0}
+    group |= {
+        "ideal": 200.0,
+        "routing": {"small": [0.65, 0.35]},
+        "step_ms": {"small": 6.0},
+        "contention": {"small": 0.0},
+    }
+    return {"models": {"small": model, "large": {"error": "large is down"}}, "controller": {"groups": [group]}}
+
+
+def test_batching_show(fake: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    fake(Reply(id=1, result=look(10, 100, 4.0)))
+    assert ctl.main(["batching", "show"]) == ctl.EXIT_OK
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["MODEL", "MODE", "ACTIVE", "B", "LINGER", "MS", "LAUNCHES", "BY", "LIST"],
+        ["small", "auto", "4", "3", "56.0", "threshold", "10", "1,2,3"],
+        [],
+        ["small", ">", "large:", "settled"],
+        ["token/s:", "measured", "150.0,", "predicted", "160.0,", "ideal", "200.0", "at", "4.0", "active", "requests"],
+        ["small:", "step", "6.00", "ms,", "goes", "on", "to", "0.650", "0.350,", "contention", "0.00"],
+    ]
+
+
+def test_what_is_not_known_yet_is_no_number(fake: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = look(10, 100, 4.0), look(30, 200, 6.0)
+    for view in before, after:
+        view["controller"]["groups"][0] |= {"state": "learning", "predicted": 0.0, "ideal": 0.0}
+    fake(Reply(id=1, result=before))
+    assert ctl.main(["batching", "show"]) == ctl.EXIT_OK
+    assert "measured 150.0, predicted -, ideal - at" in capsys.readouterr().out
+    looks = iter([before, after])
+    assert top.watch(argparse.Namespace(once=True, json=False, interval=0.05), lambda: next(looks)) == 0
+    assert "150.0 token/s, predicted -, - of ideal; learning" in capsys.readouterr().out
+
+
+def test_top_takes_rates_between_two_looks(capsys: pytest.CaptureFixture[str]) -> None:
+    looks = iter([look(10, 100, 4.0), look(30, 200, 6.0)] * 2)
+    options = argparse.Namespace(once=True, json=False, interval=0.05)
+    assert top.watch(options, lambda: next(looks)) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1] == ["small", "2.5", "3", "4", "0", "2", "25%", "50.0", "25.0", "10.0"]
+    assert lines[2] == ["large", "large", "is", "down"]
+    assert lines[3][-4:] == ["75%", "of", "ideal;", "settled"]
+    options.json = True
+    assert top.watch(options, lambda: next(looks)) == 0
+    view = json.loads(capsys.readouterr().out)
+    assert view["models"]["small"]["tokens_per_second"] == 50.0
+    assert view["groups"][0]["of_ideal"] == 0.75
+    assert top.rates(look(30, 200, 6.0), look(10, 100, 9.0))["models"]["small"] == {"error": "it has just been started"}

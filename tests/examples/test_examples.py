@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from algorithms.registry import load, names
 from tests.models.tiny import BOS, EOS, byte_tokenizer
 from trouterd import cli
 from trouterd.memory import GIB
@@ -126,3 +127,9 @@ def test_table_says_what_is_in_it(file: Path) -> None:
 
 def test_table_has_no_other_files() -> None:
     assert sorted(re.findall(r"^\| \[`(.*?\.toml)`\]", table(), re.MULTILINE)) == [file.name for file in FILES]
+
+
+def test_every_built_in_has_one() -> None:
+    routes = [route for file in FILES for route in read(file)[1].values()]
+    built_in = {name for name in names() if load(name).params.__module__.startswith("algorithms.")}
+    assert built_in == {route["algorithm"] for route in routes}

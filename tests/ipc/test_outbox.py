@@ -124,3 +124,25 @@ def test_send_stays_quick_while_the_consumer_is_stopped(
         received += len(ring.read_all())
         outbox.flush()
     assert received == sent
+
+
+def test_gathered_messages_leave_together_and_in_order(ring: Ring) -> None:
+    outbox = Outbox(ring.producer)
+    outbox.gather()
+    assert all(outbox.send(bytes([number]), 1) for number in range(5))
+    assert outbox.depth == (5, 5)
+    assert ring.consumer.pending == 0
+    outbox.release()
+    assert outbox.depth == (0, 0)
+    assert [body for _, body in ring.read_all()] == [bytes([number]) for number in range(5)]
+    assert outbox.send(b"x", 1)
+    assert outbox.depth == (0, 0)
+
+
+def test_gathering_takes_no_more_than_the_spill_and_then_sends(ring: Ring) -> None:
+    outbox = Outbox(ring.producer, spill_records=2)
+    outbox.gather()
+    assert all(outbox.send(bytes([number]), 1) for number in range(5))
+    assert outbox.depth[0] <= 2
+    outbox.release()
+    assert [body for _, body in ring.read_all()] == [bytes([number]) for number in range(5)]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.models.test_defer import deferring
+from tests.models.tiny import tiny_qwen3
 from tests.training.pairs import config
 from trouterd.training.calibrate_route import CalibrationRun
 from trouterd.training.calibration import candidates, threshold_for_recall, threshold_for_share
@@ -93,6 +97,18 @@ def test_share_is_met_on_prompts_that_were_not_used(
     assert low < result.threshold < high
     shares = [row.share for row in result.table]
     assert shares == sorted(shares)
+
+
+def test_a_row_that_the_small_model_brings_along(tmp_path: Path) -> None:
+    """A model of Co-LLM needs no checkpoint: its own row is calibrated."""
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "{n} and {n * n}"}}\n' for n in range(8)))
+    models = config(deferring(tmp_path / "small"), tiny_qwen3(tmp_path / "large", seed=1), "collm")
+    options = CalibrateOptions(pair=PairOptions(prompts=str(prompts), max_tokens=12), share=0.4)
+    result = CalibrationRun(models, "pair", options).run()
+    assert result.parameter == "threshold"
+    assert len({row.share for row in result.table}) > 1
+    assert min(abs(row.share - 0.4) for row in result.table) < 0.2
 
 
 def test_bernoulli_needs_no_text() -> None:

@@ -67,6 +67,8 @@ def test_sources_that_hold_nothing(tmp_path: Path) -> None:
         load(tmp_path / "p.jsonl", *(f'{{"prompt": "{n}"}}' for n in (1, 2, 3, 3)))
     with pytest.raises(TrainingError, match="expected demo:COUNT"):
         load_prompts("demo:two", TOKENIZER, 0)
+    with pytest.raises(TrainingError, match="--limit: 3 prompts; at least 4"):
+        load_prompts("demo", TOKENIZER, 0, limit=3)
 
 
 def test_demo_problems_are_held_out_as_for_the_pair_itself() -> None:

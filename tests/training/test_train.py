@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,13 @@ def test_mistakes_of_the_command_line(
     assert not (tmp_path / "h.work").exists()
 
 
+@pytest.mark.parametrize("value", ["inf", "nan", "0", "1.5", "many"])
+def test_counts_are_whole_numbers(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["train", "collm", *PAIR, "--prompts", "demo", "--output", "h", "--limit", value])
+    assert f"argument --limit: expected a positive integer, got '{value}'" in capsys.readouterr().err
+
+
 def test_models_of_different_vocabularies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tiny_qwen3(tmp_path / "tiny")
     places = ("--small", "builtin:small", "--large", str(other))
@@ -239,6 +247,6 @@ def test_command_prints_report_and_route(tmp_path: Path, capsys: pytest.CaptureF
     budget = ("--epochs", "2", "--max-tokens", "128", "--target-share", "0.2")
     assert cli.main(["train", "collm", *PAIR, "--prompts", "demo:8", "--output", str(output), *budget]) == 0
     printed = capsys.readouterr().out
-    assert 'algorithm = "collm"' in printed
+    assert tomllib.loads(printed[printed.index("[routes.trained]") :])["routes"]["trained"]["algorithm"] == "collm"
     assert "large alone" in printed
     assert output.is_file()

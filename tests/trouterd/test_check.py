@@ -89,6 +89,8 @@ def test_checkpoint_that_is_not_there(tmp_path: Path) -> None:
     assert deep_problems(found) == [f"routes.r.params.checkpoint: no file or directory {checkpoint}"]
     checkpoint.touch()
     assert deep_problems(found) == []
+    (problem,) = deep_problems(config(algorithm="citer", params={"checkpoint": str(tmp_path / ("x" * 300))}))
+    assert problem.endswith("(File name too long)")
 
 
 def test_script_file(tmp_path: Path) -> None:

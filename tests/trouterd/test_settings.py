@@ -13,6 +13,8 @@ from trouterd.config import Config
 from trouterd.config_dump import dump
 from trouterd.settings import ConfigError, differences, live_keys, load, set_value
 
+LONG = "x" * 300
+"""Longer than the name of a file can be."""
 BASIC = """
 [server]
 socket = "api.sock"
@@ -126,6 +128,11 @@ def test_text_values_take_the_types_of_their_keys(file: Path) -> None:
         ("[models.x]\ndtype = 'float32'", "models.x.path: required"),
         ("[models.x]\npath = 'weights/small'\ntokenizer = 't'", "models.x.tokenizer: no directory {folder}/t"),
         ("[models.x]\npath = 'weights/small'\ndevice = 'gpu'", "models.x.device: expected 'cpu' or a CUDA device"),
+        ("[models.x]\npath = 'weights/small'\ndevice = 'cuda:128'", "models.x.device: expected 'cpu' or a CUDA device"),
+        ("[models.x]\npath = 'weights/small'\ndevice = 'cuda:01'", "models.x.device: expected 'cpu' or a CUDA device"),
+        (f"[models.x]\npath = '{LONG}'", f"models.x.path: no model directory {{folder}}/{LONG} (File name too long)"),
+        (f"[models.x]\npath = 'weights/small'\ntokenizer = '{LONG}'", "models.x.tokenizer: no directory "),
+        (f"[routes.x]\nmodels = ['small']\nalgorithm = './{LONG}'", "routes.x.algorithm: no file "),
         ("[rings]\ncapacity = 100000", "rings.capacity: expected a power of two, got 100000"),
         ("[rings]\ncapacity = 1099511627776", "rings.capacity: expected int <= 1073741824"),
         ("[supervision]\nheartbeat_interval = inf", "supervision.heartbeat_interval: expected float <= 60"),
@@ -224,6 +231,7 @@ def test_home_folder_of_nobody(file: Path) -> None:
         ("control", "'api.sock'", "server.control: the same as server.socket: {folder}/api.sock"),
         ("control", "'no/where'", "server.control: no folder {folder}/no"),
         ("control", f"'{'x' * 120}'", "server.control: path of "),
+        ("api_key_file", f"'{LONG}'", "server.api_key_file: no file "),
         ("control", '"a\\u0000b"', "server.control: a path holds no zero bytes: "),
     ],
 )
@@ -369,3 +377,33 @@ def test_set_value_refuses(file: Path, name: str, value: object, why: str) -> No
 def test_every_key_is_documented() -> None:
     assert "# \n" not in dump(Config())
     assert msgspec.to_builtins(Config())  # the defaults themselves are valid
+
+
+@pytest.mark.parametrize(
+    ("small", "big", "words"),
+    [
+        ("[1, 3]", "[]", "models.small.thresholds: 3 for 2 active requests, of which no more can be ready"),
+        ("[2]", "[]", "models.small.thresholds: 2 for 1 active requests, of which no more can be ready"),
+        (
+            "[1, 2, 2]",
+            "[1, 1, 3]",
+            "with 3 active requests of route 'pair' all models could wait at once (small 2, big-1.7b 3)",
+        ),
+        ("[1, 2]", "[1, 1, 3]", "with 3 active requests"),
+    ],
+)
+def test_lists_of_delayed_batching_that_could_deadlock(file: Path, small: str, big: str, words: str) -> None:
+    values = {"models.small.thresholds": small, "models.big-1.7b.thresholds": big}
+    with pytest.raises(ConfigError) as caught:
+        load(file, {}, list(values.items()))
+    assert words in str(caught.value)
+
+
+def test_lists_of_delayed_batching(file: Path) -> None:
+    config = load(file, {}, [("models.small.thresholds", "[1, 1, 2]"), ("models.big-1.7b.thresholds", "[1, 2, 2]")])
+    assert config.models["big-1.7b"].thresholds == [1, 2, 2]
+    assert config.batching.mode == "auto"
+    assert {"batching.mode", "batching.relax", "models.*.thresholds", "models.*.linger_ms"} <= set(live_keys())
+    for value in ("[0]", "[1.5]", "3", '["a"]'):
+        with pytest.raises(ConfigError):
+            set_value(config, "models.small.thresholds", value)

@@ -18,9 +18,9 @@ from tests.worker.resident import MOST_SLOTS, FakeResident
 
 QUICK = ("test_cluster", "test_races")
 """Modules that run on all devices every time."""
-LOOKUP = ("test_me", "test_oracle", "test_oracle_transformers", "test_storms")
+LOOKUP = ("test_drafting", "test_me", "test_oracle", "test_oracle_transformers", "test_storms")
 """Modules whose models answer by the ids in front."""
-LONG = ("test_faults", "test_query", *LOOKUP)
+LONG = ("test_faults", "test_drafting_faults", "test_query", *LOOKUP)
 """Modules that run on two devices, and on the others when there is time."""
 
 

@@ -110,6 +110,47 @@ async def test_policy_fail_ends_the_request_with_an_error() -> None:
         assert cluster.workers["small"].idle.is_set()
 
 
+@pytest.mark.parametrize("policy", ["fallback", "fail"])
+@pytest.mark.parametrize("refused", ["ring", "room"])
+async def test_policy_for_a_direct_hop_that_is_refused(policy: str, refused: str) -> None:
+    """The second of three models cannot hand on to the third one: it writes on, or nobody does."""
+    names = ["small", "medium", "large"]
+    pages = {"num_pages": 4, "page_size": 1} if refused == "room" else {}
+    runners = {
+        name: ScriptRunner(SMALL, vocab_size=258, eos=257, **(pages if name == "large" else {})) for name in names
+    }
+    route = Route(models=names, algorithm="every_n", params={"shape": "block", "n": 2}, on_peer_loss=policy)
+    async with Cluster(runners, {"demo": route}).running() as cluster:
+        if refused == "ring":
+            cluster.accept = lambda source, target, message: (
+                (source, target) != (1, 2) or not isinstance(message, PeerReq)
+            )
+        answer = await cluster.generate("demo", [1] * 8, max_tokens=12)
+        if policy == "fail":
+            assert (answer.finish, answer.writers) == ("error", [0, 0, 1, 1])
+            assert "on_peer_loss" in answer.error
+        else:
+            assert answer.finish == "length"
+            assert answer.writers[:5] == [0, 0, 1, 1, 1]
+        assert answer.tokens == SMALL[: len(answer.tokens)]
+        await cluster.settled()
+
+
+@pytest.mark.parametrize("policy", ["fallback", "fail"])
+async def test_policy_for_a_visit_that_runs_out_of_room(policy: str) -> None:
+    """The peer has written a part of its block when no page is left."""
+    route = {"on_peer_loss": policy}
+    large = {"num_pages": 14, "page_size": 1}
+    async with pair("every_n", shape="block", n=8, route=route, large=large).running() as cluster:
+        answer = await cluster.generate("demo", [1] * 4, max_tokens=24)
+        written = sum(answer.writers)
+        assert 0 < written < 8
+        assert answer.writers[: 8 + written] == [0] * 8 + [1] * written
+        assert (answer.finish, len(answer.tokens)) == (("error", 8 + written) if policy == "fail" else ("length", 24))
+        check_writers(answer)
+        await cluster.settled()
+
+
 async def test_dead_entry_takes_its_requests_out_of_the_peers() -> None:
     async with pair("every_n", shape="visit", n=2, large={"delay_ms": 20}).running() as cluster:
         cluster.submit("demo", [1, 2], max_tokens=8)

@@ -272,6 +272,7 @@ async def test_request_that_no_context_holds_is_refused() -> None:
 # Users' algorithms
 
 FAULTY = """
+import sys
 import torch
 from algorithms.base import Algorithm, Definition, Handoff
 class Faulty(Algorithm):
@@ -279,6 +280,8 @@ class Faulty(Algorithm):
     def route(self, step):
         if FAULT == 'route raises' and (step.index == 3).any():
             raise RuntimeError('as told')
+        if FAULT == 'route exits' and (step.index == 3).any():
+            sys.exit('as told')
         here = self.context.side
         to = (step.index + 1) // 2 % 2
         where = to if here == 0 else 1 - to
@@ -290,6 +293,8 @@ class Faulty(Algorithm):
     def send(self, request, model):
         if FAULT == 'send raises':
             raise RuntimeError('as told')
+        if FAULT == 'send exits':
+            sys.exit('as told')
         handoff = super().send(request, model)
         if FAULT == 'send gives a tuple':
             return handoff.start, handoff.loc
@@ -321,9 +326,10 @@ class Faulty(Algorithm):
         return {'combine gives text': 'x', 'combine gives no token': 10**9, 'combine is negative': -1}[FAULT]
 ALGORITHM = Definition('faulty', lambda side: Faulty)
 """
-ENDS = ("route raises", "unknown model", "negative", "too few")
+ENDS = ("route raises", "route exits", "unknown model", "negative", "too few")
 GOES_ON = (
     "send raises",
+    "send exits",
     "send gives a tuple",
     "send gives text",
     "send too far",

@@ -52,6 +52,8 @@ class Answer:
         self.finish = ""
         self.handoffs = 0
         self.pending_us = 0
+        self.forwards: Sequence[int] = [0] * len(options.models)
+        self.drafted = self.accepted = 0
         self._decoder = IncrementalDecoder(options.tokenizer, skip_special=options.skip_special_tokens)
         self._matcher = StopMatcher(options.stops) if options.stops is not None else None
 
@@ -63,6 +65,8 @@ class Answer:
         if self.finish:
             return _NOTHING
         self.handoffs, self.pending_us = update.handoffs, update.pending_us
+        self.forwards = update.forwards or self.forwards
+        self.drafted, self.accepted = update.drafted, update.accepted
         ids, counted, finish = unpack_ids(update.ids), len(update.writers), update.finish
         visible = ids[: counted - update.trim] if update.trim else ids
         if self._matcher is None:

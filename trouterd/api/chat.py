@@ -130,6 +130,10 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     served = await address(services, fields)
     check_choices(services.engine, fields, 1, "messages")
     prompt = await chat_prompt(served.tokenizer, fields.messages, fields)
-    plan = await plan_for(request, fields, served, [prompt], "messages", lambda _: question(fields.messages))
+
+    async def text(_: int) -> str:
+        return question(fields.messages)
+
+    plan = await plan_for(request, fields, served, [prompt], "messages", text)
     shape = ChatShape(plan.request_id, served.name, served.models if plan.return_token_ids else None)
     return await respond(request, plan, shape)

@@ -120,9 +120,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
     add_special = fields.add_special_tokens is not False
     prompts = [await _ids(prompt, served.tokenizer, add_special=add_special) for prompt in listed]
 
-    def text(number: int) -> str:
+    async def text(number: int) -> str:
         given = listed[number]
-        return given if isinstance(given, str) else served.tokenizer.decode(given)
+        return given if isinstance(given, str) else await in_turn(len(given), lambda: served.tokenizer.decode(given))
 
     plan = await plan_for(request, fields, served, prompts, "prompt", text)
     shape = CompletionShape(plan.request_id, served.name, served.models if plan.return_token_ids else None)

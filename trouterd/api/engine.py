@@ -208,9 +208,11 @@ class EngineClient:
         if update.finish:
             generation.over = True
             del self._generations[generation.rid]
-        if update.ids or update.finish in ("stop", "length"):
-            live.inbox.append((generation, update))
-        if update.finish in ("error", "abort"):
+        failed = update.finish in ("error", "abort")
+        if update.ids or (update.finish and not failed):
+            # What comes with a failure is text like any other; it is the failure itself that ends the answer.
+            live.inbox.append((generation, msgspec.structs.replace(update, finish="") if failed else update))
+        if failed:
             self.fail(live, _worker_error(update))
         else:
             live.wake()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -113,7 +113,7 @@ async def plan_for(
     served: Served,
     prompts: Sequence[Sequence[int]],
     prompt_param: str,
-    text: Callable[[int], str],
+    text: Callable[[int], Awaitable[str]],
 ) -> Plan:
     """Check everything that is left and lay out the choices: all choices of the first prompt, then of the second ...
 

@@ -43,10 +43,14 @@ class ParamChecks:
     """
 
     def __init__(self, config: Config) -> None:
-        self._routes = config.all_routes()
+        self.configure(config)
         self._definitions: dict[str, Definition] = {}
         """By name or path: a file of a user's is run once, as in the workers, however often it is asked for."""
         self._lock = asyncio.Lock()
+
+    def configure(self, config: Config) -> None:
+        """Overrides are laid over this configuration's parameters from now on."""
+        self._routes = config.all_routes()
 
     async def __call__(self, name: str, params: Overrides) -> dict[str, float]:
         """The overrides of a route as the workers take them.

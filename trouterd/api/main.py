@@ -14,6 +14,7 @@ from aiohttp import web
 from models.config import ModelError
 from trouterd.api.app import build_app
 from trouterd.api.auth import KeyFileError, load_keys
+from trouterd.api.batching import Batching
 from trouterd.api.catalog import Catalog, TokenizerMismatch
 from trouterd.api.engine import FORCE_GRACE, EngineClient
 from trouterd.api.loading import ParamChecks, context_lengths
@@ -34,14 +35,15 @@ METRICS_TIMEOUT = 2.0
 """Seconds that workers get to answer a scrape."""
 
 
-async def _worker_metrics(control: Control) -> list[Family]:
-    """Families of the workers that answer; a scrape never fails for one that does not."""
+async def _metrics(control: Control, batching: Batching) -> list[Family]:
+    """Families of the controller and of the workers that answer; a scrape never fails for one that does not."""
+    own = batching.families()
     try:
         async with asyncio.timeout(METRICS_TIMEOUT):
-            return msgspec.convert(await control.call("metrics"), list[Family])
+            return [*own, *msgspec.convert(await control.call("metrics"), list[Family])]
     except (CallError, TimeoutError, msgspec.ValidationError) as error:
         log.warning("metrics of the workers are missing: %s", error)
-        return []
+        return own
 
 
 def _load(config: Config) -> tuple[Catalog, tuple[bytes, ...], Scores]:
@@ -77,12 +79,14 @@ async def run(control: Control) -> int:
     engine = EngineClient(config, lambda worker, message: links.send(worker, message), epoch=boot.epoch)
     loop = asyncio.get_running_loop()
     links = Links(loop, boot.inbound, boot.outbound, config.rings, engine.deliver, engine.deliver)
+    batching = await asyncio.to_thread(Batching, control)
+    checks = ParamChecks(config)
     services = Services(
         engine=engine,
         catalog=catalog,
-        check_params=ParamChecks(config),
+        check_params=checks,
         scores=scores,
-        worker_metrics=lambda: _worker_metrics(control),
+        worker_metrics=lambda: _metrics(control, batching),
         census=FieldCensus(engine.metrics),
         api_keys=keys,
     )
@@ -93,15 +97,18 @@ async def run(control: Control) -> int:
     # The application logs its own failures; what is left to this logger is a traceback for each malformed HTTP request.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     await runner.setup()
-    Verbs(engine, catalog).register(control)
+    Verbs(engine, catalog, checks, scores).register(control)
+    batching.register()
     links.start()
     servers = await _listen(runner, boot.listen_fds)
     # What was loaded stays: no collection needs to look at it again.
     gc.collect()
     gc.freeze()
     control.ready({"routes": [served.name for served in catalog], "listeners": len(servers)})
+    controlling = asyncio.create_task(batching.run(), name="batching")
     ends: list[asyncio.Future[Any]] = [control.closed, links.broken]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    controlling.cancel()
     await _end(engine, runner, servers)
     await links.aclose()
     return 1 if links.broken.done() else 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,14 +70,32 @@ class Scores:
             path = params.checkpoint
             if source == "mf":
                 factors = self._factorizations[path] = MatrixFactorization(Path(path))
-                factors([0.0] * factors.embedding_size, params.strong, params.weak)
+                factors.check_rows(params.strong, params.weak)
             elif path not in self._classifiers:
                 self._classifiers[path] = Classifier(Path(path))
-        except (AlgorithmError, ValueError) as error:
+        except (AlgorithmError, ValueError, OSError) as error:
             raise ScoreError(f"routes.{name}.params: {error}") from error
 
+    def check(self, config: Config) -> None:
+        """See whether the live settings of a changed configuration fit what is loaded.
+
+        Raises:
+            ScoreError: they do not.
+        """
+        for name, route in config.routes.items():
+            if _source(route.algorithm, route.params) == "mf":
+                try:
+                    self._factorizations[str(route.params["checkpoint"])].check_rows(**_rows(route.params))
+                except ValueError as error:
+                    raise ScoreError(f"routes.{name}.params: {error}") from error
+
     async def of(
-        self, served: Served, given: RouteOverride, params: Mapping[str, float], count: int, text: Callable[[int], str]
+        self,
+        served: Served,
+        given: RouteOverride,
+        params: Mapping[str, float],
+        count: int,
+        text: Callable[[int], Awaitable[str]],
     ) -> list[float | None]:
         """One score per prompt; None where the route asks for none.
 
@@ -96,7 +114,10 @@ class Scores:
         _check_given(served, "embedding", given.embedding is not None, source == "mf")
         if source == "classifier":
             path = str(served.params["checkpoint"])
-            return [await self._classified(path, text(number)) for number in range(count)]
+            try:
+                return [await self._classified(path, await text(number)) for number in range(count)]
+            except ValueError as error:
+                raise invalid(f"{error}; route '{served.name}' decides by it") from error
         if given.embedding is None:
             return [given.score] * count
         factors = self._factorizations[str(served.params["checkpoint"])]

@@ -19,6 +19,12 @@ class RouteUsage(msgspec.Struct, frozen=True):
     """Model -> tokens it wrote; they add up to completion_tokens."""
     pending_ms: float
     """Time between a hand-off and the request's return, summed."""
+    forwards: dict[str, int]
+    """Model -> its forward passes that had rows of this request, prefill included; a peer's as far as its visits have told them."""
+    drafted: int
+    """Tokens that the entry wrote provisionally (algorithms with drafts)."""
+    accepted: int
+    """Those of them that became output."""
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -39,4 +45,12 @@ def usage_of(live: LiveRequest, answers: Sequence[Answer]) -> Usage:
     tokens = {name: sum(answer.tokens_by_writer[index] for answer in answers) for index, name in enumerate(names)}
     handoffs = sum(answer.handoffs for answer in answers)
     pending_us = sum(answer.pending_us for answer in answers)
-    return Usage(prompt, completion, prompt + completion, RouteUsage(handoffs, tokens, round(pending_us / 1000, 3)))
+    route = RouteUsage(
+        handoffs=handoffs,
+        tokens=tokens,
+        pending_ms=round(pending_us / 1000, 3),
+        forwards={name: sum(answer.forwards[index] for answer in answers) for index, name in enumerate(names)},
+        drafted=sum(answer.drafted for answer in answers),
+        accepted=sum(answer.accepted for answer in answers),
+    )
+    return Usage(prompt, completion, prompt + completion, route)

@@ -6,6 +6,8 @@ from typing import Any
 
 from trouterd.api.catalog import Catalog
 from trouterd.api.engine import EngineClient
+from trouterd.api.loading import ParamChecks
+from trouterd.api.scores import ScoreError, Scores
 from trouterd.child import Control, Refused
 from trouterd.config import Config
 
@@ -13,9 +15,11 @@ from trouterd.config import Config
 class Verbs:
     """Handlers by verb."""
 
-    def __init__(self, engine: EngineClient, catalog: Catalog) -> None:
+    def __init__(self, engine: EngineClient, catalog: Catalog, checks: ParamChecks, scores: Scores) -> None:
         self._engine = engine
         self._catalog = catalog
+        self._checks = checks
+        self._scores = scores
 
     def register(self, control: Control) -> None:
         """Answer from now on, and follow the workers' states."""
@@ -50,10 +54,19 @@ class Verbs:
         return self._engine.report()
 
     async def set(self, args: dict[str, Any]) -> None:
-        """Take over a changed configuration; requests in flight go on."""
+        """Take over a changed configuration; requests in flight go on.
+
+        Raises:
+            Refused: it does not fit a model that scores prompts.
+        """
         config: Config = args["config"]
+        try:
+            self._scores.check(config)
+        except ScoreError as error:
+            raise Refused(str(error)) from error
         self._engine.configure(config)
         self._catalog.configure(config)
+        self._checks.configure(config)
 
     async def abort(self, args: dict[str, Any]) -> dict[str, int]:
         """End requests by id.

@@ -20,7 +20,8 @@ Predicts the throughput of delayed-batching thresholds and finds the best ones. 
 
 
 def add_actions(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) -> None:
-    """The actions of the verb; `options.local` is what one does that asks no daemon, given the parsed options.
+    """The actions of the verb. `options.local` is what one does that asks no daemon, given the parsed options; `options.changes`
+    are the keys that another one sets, and their values.
 
     Args:
         parser: of the verb.
@@ -35,6 +36,34 @@ def add_actions(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser
         parents=[shared],
     )
     _add_plan(plan)
+    _add_changes(actions, shared)
+
+
+def _add_changes(actions: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser) -> None:
+    def add(action: str, text: str) -> argparse.ArgumentParser:
+        return actions.add_parser(action, help=text, description=text, parents=[shared])
+
+    add("show", "thresholds in force, launches, and what the controller knows")
+    pin = add("set", "give a model a list of thresholds, and go by such lists from now on")
+    pin.add_argument("model", metavar="MODEL")
+    pin.add_argument(
+        "list",
+        type=_list_of(_count),
+        metavar="LIST",
+        help="for 1, 2, ... active requests: 1,2,2,3; the last one holds beyond",
+    )
+    pin.set_defaults(
+        changes=lambda options: [
+            (f"models.{options.model}.thresholds", list(options.list)),
+            ("batching.mode", "manual"),
+        ]
+    )
+    add("auto", "let the controller choose").set_defaults(changes=lambda _: [("batching.mode", "auto")])
+    add("eager", "launch whatever is ready").set_defaults(changes=lambda _: [("batching.mode", "eager")])
+    linger = add("linger", "how long a ready request of a model waits for others at most")
+    linger.add_argument("model", metavar="MODEL")
+    linger.add_argument("ms", type=float, metavar="MS", help="milliseconds; 0: as measured")
+    linger.set_defaults(changes=lambda options: [(f"models.{options.model}.linger_ms", options.ms)])
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:

@@ -76,7 +76,8 @@ def _shared(per_step: Floats, contention: Sequence[float]) -> float:
     )
     least = most / float(per_step.sum())
     for one, other in combinations(np.flatnonzero(per_step).tolist(), 2):
-        least = min(least, _two(per_step[one], per_step[other], 1 / (1 + contention[one]), 1 / (1 + contention[other])))
+        speeds = 1 / (1 + contention[one]), 1 / (1 + contention[other])
+        least = min(least, _two(float(per_step[one]), float(per_step[other]), *speeds))
     return least
 
 

@@ -12,6 +12,10 @@ class Reason(Enum):
     THRESHOLD = "threshold"
     LINGER = "linger"
     GUARD = "guard"
+    PREFILL = "prefill"
+    """Workers only: a prompt has to be fed, and what is ready goes along."""
+    RELAX = "relax"
+    """Workers only, by configuration: a member of the last batch is ready again."""
 
 
 def feasible(thresholds: Sequence[int], active: int) -> bool:

@@ -12,6 +12,7 @@ import msgspec
 
 from trouterd import __version__, logs
 from trouterd.calls import CallError, Refused
+from trouterd.consistency import threshold_problems
 from trouterd.settings import ConfigError, set_value
 from trouterd.supervisor.fleet import API, Fleet
 from trouterd.supervisor.process import Child, resident_bytes
@@ -46,6 +47,9 @@ class Verbs:
             "abort": self._abort,
             "drain": self._begin_drain,
             "flush-cache": self._flush_cache,
+            "batching": self._batching,
+            "batching-report": self._batching_report,
+            "batching-lists": self._batching_lists,
         }
 
     async def answer(self, verb: str, args: dict[str, Any], who: str) -> Any:
@@ -73,6 +77,8 @@ class Verbs:
                 config, old, new = set_value(before, name, value)
             except ConfigError as error:
                 raise Refused(str(error)) from error
+            if problems := threshold_problems(config):
+                raise Refused("; ".join(problems))
             args = {"key": name, "value": new, "config": msgspec.to_builtins(config)}
             # Workers first: they know the ranges of an algorithm's parameters, the api takes what they took.
             order = [*fleet.workers.values(), fleet.children[API]]
@@ -132,6 +138,23 @@ class Verbs:
         audit.info("flush-cache by %s", who)
         return await self._gather("flush-cache", self._fleet.workers.values())
 
+    async def _batching(self, args: dict[str, Any], who: str) -> dict[str, Any]:
+        """What every worker launches by, and what the controller in the api makes of it."""
+        del args, who
+        answers = await self._gather("batching", self._fleet.children.values())
+        return {"controller": answers.pop(API), "models": answers}
+
+    async def _batching_report(self, args: dict[str, Any], who: str) -> dict[str, Any]:
+        """For the controller: what workers have counted."""
+        del args, who
+        return await self._gather("batching-report", self._fleet.workers.values())
+
+    async def _batching_lists(self, args: dict[str, Any], who: str) -> dict[str, Any]:
+        """From the controller, for every worker."""
+        if who != API:
+            raise Refused("batching-lists: only the controller sends them; set models.X.thresholds instead")
+        return await self._gather("batching-lists", self._fleet.workers.values(), args)
+
     async def _requests(self, args: dict[str, Any], who: str) -> dict[str, Any]:
         del args, who
         answers = await self._gather("requests", self._fleet.children.values())
@@ -179,12 +202,12 @@ class Verbs:
             return "ready"
         return "degraded" if all(child.ever_ready for child in fleet.children.values()) else "starting"
 
-    async def _gather(self, verb: str, children: Iterable[Child]) -> dict[str, Any]:
+    async def _gather(self, verb: str, children: Iterable[Child], args: dict[str, Any] | None = None) -> dict[str, Any]:
         """Every child's answer by name; `{"error": ...}` for one that gave none."""
 
         async def ask(child: Child) -> Any:
             try:
-                return await child.call(verb, within=SCRAPE_TIMEOUT)
+                return await child.call(verb, args, SCRAPE_TIMEOUT)
             except (CallError, Refused) as error:
                 return {"error": str(error)}
 

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from trouterd.config import Config, Route
 from trouterd.training.calibration import calibrate, table
-from trouterd.training.faults import TrainingError
 from trouterd.training.options import CalibrateOptions
 from trouterd.training.pair import PairFiles
 from trouterd.training.progress import Bars
@@ -115,10 +114,4 @@ class CalibrationRun:
             known = all(prompt.answer is not None for prompt in self._prompts.held_out)
             console.print(routed_table(result.routed, known))
         line = f"routes.{result.route}.params.{result.parameter} = {result.threshold:.9g}"
-        console.print(line, highlight=False, markup=False)
-
-
-def require_share(share: float) -> None:
-    """Raises TrainingError for what is no share."""
-    if not 0 <= share <= 1:
-        raise TrainingError(f"--target-share: expected 0 to 1, got {share:g}")
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -17,9 +17,8 @@ from models.batch import StepOutput
 from trouterd.training.confidence import ConfidenceHead, fit_confidence
 from trouterd.training.fit import Fit
 from trouterd.training.gold import gold_answers
-from trouterd.training.head import Count, Epoch, Head, Labels, schedule
-from trouterd.training.judge import is_right, judge_named
-from trouterd.training.options import TrainOptions
+from trouterd.training.head import Count, Epoch, Head, JudgedTrainer, Labels, schedule
+from trouterd.training.judge import is_right
 from trouterd.training.pair import Pair
 from trouterd.training.prompts import Prompt
 from trouterd.training.shards import Shards, Tensors
@@ -30,16 +29,8 @@ ROLLOUTS = 256
 """Continuations of one shard."""
 
 
-class CiterTrainer:
+class CiterTrainer(JudgedTrainer):
     """Trainer of `citer`."""
-
-    def __init__(self, options: TrainOptions) -> None:
-        self._options = options
-        self._judge = judge_named(options.judge)
-
-    def arguments(self) -> dict[str, object]:
-        """The judge."""
-        return {"judge": self._options.judge}
 
     def collect(self, pair: Pair, prompts: Sequence[Prompt], shards: Shards, done: Count) -> Tensors:
         """Per place of the right answers: hidden, token (the small model's), gold, label of round 1."""

@@ -194,7 +194,7 @@ def _rate(text: str) -> float:
 
 
 def _positive(text: str) -> int:
-    return int(_number(text, lambda value: value >= 1 and value == int(value), "a positive integer"))
+    return int(_number(text, lambda value: value >= 1 and value.is_integer(), "a positive integer"))
 
 
 def _number(text: str, fits: Callable[[float], bool], expected: str) -> float:

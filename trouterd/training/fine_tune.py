@@ -101,7 +101,8 @@ class FineTuneRun(Run):
         names = self._files.small_name, self._files.large_name
         return (
             f'\n[models.{names[0]}]\npath = "{self._options.output}"\n\n'
-            f'models = ["{names[0]}", "{names[1]}"]\nalgorithm = "collm"\nparams = {{ threshold = {sidecar.threshold:.9g} }}'
+            f'[routes.trained]\nmodels = ["{names[0]}", "{names[1]}"]\nalgorithm = "collm"\n'
+            f"params = {{ threshold = {sidecar.threshold:.9g} }}"
         )
 
 

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from trouterd.training.fit import Fit, Schedule
+from trouterd.training.judge import judge_named
 from trouterd.training.options import TrainOptions
 from trouterd.training.pair import Pair
 from trouterd.training.prompts import Prompt
@@ -84,6 +85,18 @@ class Trainer(Protocol):
     def fit(self, pair: Pair, labels: Labels, epoch: Epoch) -> tuple[Head, Fit]:
         """Train a head."""
         ...
+
+
+class JudgedTrainer:
+    """What trainers have in common whose labels a judge decides."""
+
+    def __init__(self, options: TrainOptions) -> None:
+        self._options = options
+        self._judge = judge_named(options.judge)
+
+    def arguments(self) -> dict[str, object]:
+        """The judge."""
+        return {"judge": self._options.judge}
 
 
 def balance(target: torch.Tensor) -> torch.Tensor:

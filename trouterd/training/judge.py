@@ -30,7 +30,7 @@ def normal_answer(answer: str) -> str:
     """An answer without case, spaces, dollar signs, thousands separators and a full stop; numbers in one spelling."""
     bare = re.sub(r"[\s$,()*]", "", answer).rstrip(".").lower()
     try:
-        return f"{float(bare):g}" if abs(float(bare)) < 1e15 else bare
+        return f"{float(bare):.15g}" if abs(float(bare)) < 1e15 else bare
     except ValueError:
         return bare
 

@@ -109,6 +109,7 @@ class PairFiles:
         torch.set_num_threads(model.threads)
         try:
             runner = open_torch_runner(model, shape, pages, context)
+            defer = defer_row(Path(model.path))
         except RuntimeError as error:  # torch has no narrower one for a lack of memory on a CPU
             size = pages * model.page_size * shape.kv_bytes_per_token(model.element_bytes) / 2**20
             raise TrainingError(
@@ -117,4 +118,4 @@ class PairFiles:
             ) from error
         except ModelError as error:
             raise ModelError(f"models.{name}: {error}") from error
-        return Reader(runner, texts, context, eos_ids, defer_row(Path(model.path)))
+        return Reader(runner, texts, context, eos_ids, defer)

@@ -81,7 +81,10 @@ def load_prompts(
         return split(_read_file(Path(source), tokenizer)[: limit or None], seed, validation, held_out)
     if colon and not (count.isascii() and count.isdigit() and int(count) >= FEWEST):
         raise TrainingError(f"--prompts {source}: expected demo:COUNT with a count of at least {FEWEST}")
-    total = min(int(count or DEMO_COUNT), limit or int(count or DEMO_COUNT))
+    asked = int(count or DEMO_COUNT)
+    total = min(asked, limit or asked)
+    if total < FEWEST:
+        raise TrainingError(f"--limit: {total} prompts; at least {FEWEST} are needed")
     kept, late = (max(1, round(part * total)) for part in (held_out, validation))
     known = [_demo_prompt(problem, tokenizer) for problem in generate(seed, total - kept)]
     unknown = [_demo_prompt(problem, tokenizer) for problem in generate(seed, kept, "held_out")]

@@ -13,25 +13,16 @@ import torch
 from models.batch import StepOutput
 from trouterd.training.confidence import ConfidenceHead, fit_confidence
 from trouterd.training.fit import Fit
-from trouterd.training.head import Count, Epoch, Labels, schedule
-from trouterd.training.judge import is_right, judge_named
-from trouterd.training.options import TrainOptions
+from trouterd.training.head import Count, Epoch, JudgedTrainer, Labels, schedule
+from trouterd.training.judge import is_right
 from trouterd.training.pair import Pair
 from trouterd.training.prompts import Prompt
 from trouterd.training.shards import Shards, Tensors
 from trouterd.training.writing import write
 
 
-class QueryTrainer:
+class QueryTrainer(JudgedTrainer):
     """Trainer of `query`."""
-
-    def __init__(self, options: TrainOptions) -> None:
-        self._options = options
-        self._judge = judge_named(options.judge)
-
-    def arguments(self) -> dict[str, object]:
-        """The judge."""
-        return {"judge": self._options.judge}
 
     def collect(self, pair: Pair, prompts: Sequence[Prompt], shards: Shards, done: Count) -> Tensors:
         """Per prompt: hidden, and label (1: the small model's answer is right)."""

@@ -16,8 +16,8 @@ from torch.nn import functional
 from algorithms.r2r_router import save
 from models.batch import StepOutput
 from trouterd.training.fit import Fit, fit
-from trouterd.training.head import Count, Epoch, Labels, balance, schedule
-from trouterd.training.judge import ends_sentence, judge_named
+from trouterd.training.head import Count, Epoch, JudgedTrainer, Labels, balance, schedule
+from trouterd.training.judge import ends_sentence
 from trouterd.training.options import TrainOptions
 from trouterd.training.pair import Pair
 from trouterd.training.prompts import Prompt
@@ -34,16 +34,8 @@ SMALLEST_OFFICIAL = 512
 """Hidden size from which on the router has the published sizes, 6 blocks of 1024; toy models get one of their own size."""
 
 
-class R2RTrainer:
+class R2RTrainer(JudgedTrainer):
     """Trainer of `r2r`."""
-
-    def __init__(self, options: TrainOptions) -> None:
-        self._options = options
-        self._judge = judge_named(options.judge)
-
-    def arguments(self) -> dict[str, object]:
-        """The judge."""
-        return {"judge": self._options.judge}
 
     def collect(self, pair: Pair, prompts: Sequence[Prompt], shards: Shards, done: Count) -> Tensors:
         """Per place of the large model's answers: hidden, top, token (the small one's), label (1 = divergent)."""

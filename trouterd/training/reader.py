@@ -45,7 +45,7 @@ class Reader:
         texts: texts that are open at once.
         context: longest text, tokens; the runner's pool must hold `texts` of them.
         eos_ids: with which the model ends an answer.
-        defer: [H] row of Co-LLM of a model that has one.
+        defer: [H] the row that a model of Co-LLM has beside its vocabulary.
     """
 
     def __init__(

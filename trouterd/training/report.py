@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import msgspec
 import torch
-from rich.console import Group, RenderableType
 from rich.table import Table
 
 from trouterd.training.calibration import candidates
@@ -128,11 +127,6 @@ def routed_table(routed: Routed, known: bool) -> Table:
     table.add_row("routed", f"{routed.right:.1%}", f"{routed.share:.1%}")
     table.add_row("large alone", f"{routed.large_right:.1%}", "100.0%")
     return table
-
-
-def stacked(*parts: RenderableType) -> Group:
-    """Tables below each other."""
-    return Group(*parts)
 
 
 def _mean(flags: torch.Tensor) -> float:

@@ -122,5 +122,6 @@ class Sides:
 
 def _context(reader: Reader, names: tuple[str, str], side: int) -> RouteContext:
     runner = reader.runner
-    facts = runner.vocab_size, runner.hidden_size, reader.device, runner.embedding, reader.defer
-    return RouteContext(names, side, *facts)
+    return RouteContext(
+        names, side, runner.vocab_size, runner.hidden_size, reader.device, runner.embedding, reader.defer
+    )

@@ -48,7 +48,8 @@ class TrainReport(msgspec.Struct, frozen=True, kw_only=True):
     labels: LabelCounts
     epochs: int
     best_epoch: int
-    train_loss: float
+    train_loss: float | None
+    """None: no epoch was better than the start."""
     validation_loss: float
     curve: list[Point]
     """On the labels of held-out prompts."""
@@ -129,14 +130,17 @@ class Run:
             f"{counts.train} rows to learn from, {counts.validation} to stop by, {counts.held_out} held out;"
             f" {counts.wanted:.1%} of them should go to the large model"
         )
-        console.print(
-            f"best epoch {report.best_epoch} of {report.epochs}, validation loss {report.validation_loss:.4f}"
+        best = (
+            f"best epoch {report.best_epoch} of {report.epochs}"
+            if report.best_epoch
+            else f"none of {report.epochs} epochs was better than the start, which is kept: try more prompts or another --rate"
         )
+        console.print(f"{best}; validation loss {report.validation_loss:.4f}")
         console.print(curve_table(report.curve, sidecar.threshold))
         known = all(prompt.answer is not None for prompt in self._prompts.held_out)
         console.print(routed_table(report.routed, known))
         console.print(f"threshold {sidecar.threshold:.6g} for {sidecar.target}", highlight=False)
-        console.print(self._route_lines(sidecar), highlight=False, markup=False)
+        console.print(self._route_lines(sidecar), highlight=False, markup=False, soft_wrap=True)
 
     def _arguments(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
         pair = self._options.pair
@@ -197,7 +201,8 @@ class Run:
         if sidecar.algorithm == "query":
             params = f'source = "hidden", {params}, threshold = {sidecar.threshold:.9g}'
         return (
-            f'\nmodels = ["{self._files.small_name}", "{self._files.large_name}"]\nalgorithm = "{sidecar.algorithm}"\n'
+            f'\n[routes.trained]\nmodels = ["{self._files.small_name}", "{self._files.large_name}"]\n'
+            f'algorithm = "{sidecar.algorithm}"\n'
             f"params = {{ {params} }}"
         )
 
@@ -217,7 +222,7 @@ class Run:
             labels=counts,
             epochs=fit.epochs,
             best_epoch=fit.best_epoch,
-            train_loss=fit.train_loss,
+            train_loss=fit.train_loss if fit.best_epoch else None,
             validation_loss=fit.validation_loss,
             curve=rows.curve(head.signal, learned.threshold),
             routed=routed,

@@ -6,6 +6,8 @@ from ipc.messages import Active
 from trouterd.worker.outbound import Outbound
 from trouterd.worker.request import Request
 
+_UNKNOWN = -1
+
 
 class ActiveCounts:
     """Counts of this worker's own entries, told to the peers, and those that other entries have told."""
@@ -37,9 +39,9 @@ class ActiveCounts:
             self._elsewhere[message.source] = message.count
 
     def forget(self, worker: int) -> None:
-        """A worker has died, and its counts with it."""
+        """A worker has died, and its counts with it. Its successor, which may have heard one already, is told anew."""
         self._elsewhere.pop(worker, None)
-        self._told.pop(worker, None)
+        self._told[worker] = _UNKNOWN
 
     def tell(self) -> None:
         """Send the peers the counts that have changed."""

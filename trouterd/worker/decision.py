@@ -1,18 +1,24 @@
-"""What the host makes of a step's logits: a token and a destination for every row."""
+"""What the host makes of a step's logits: a token and a destination for every request, and which drafts are accepted."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from algorithms.base import PromptView, StepResult
+from algorithms.drafting import Drafter
 from models.batch import Batch, IntArray, StepOutput
 from models.sampler import Edits, SamplingRows, sample
-from trouterd.worker.request import Request
+from trouterd.worker.answers import ask, param_rows
+from trouterd.worker.request import NO_TOKEN, Request
 from trouterd.worker.route import WorkerRoute
+from trouterd.worker.scheduler import Chunk
+from trouterd.worker.verification import verify
 
 log = logging.getLogger(__name__)
 
@@ -20,21 +26,45 @@ FAILED = -1
 """Destination of a row whose algorithm failed."""
 
 
-def decide(
-    output: StepOutput, batch: Batch, requests: Sequence[Request], routed: Sequence[bool]
-) -> tuple[list[int], list[int]]:
-    """Tokens and destinations of the R rows.
+@dataclass(slots=True)
+class Decisions:
+    """Of the R requests whose logits were wanted, in order."""
+
+    tokens: list[int]
+    """What this model writes next, behind the drafts that it accepts; NO_TOKEN where it has not read them all."""
+    destinations: list[int]
+    accepted: list[int]
+    """Drafts that are committed."""
+    scores: list[float]
+    """Of the token, where it is a draft."""
+
+
+def decide(output: StepOutput, batch: Batch, chunks: Sequence[Chunk], routed: Sequence[bool]) -> Decisions:
+    """A token and a destination for every request.
 
     Args:
         output: what the model said.
         batch: what it was fed.
-        requests: the R requests whose logits were wanted, in order.
-        routed: which of them may be handed off now.
+        chunks: the R chunks whose logits were wanted, in order.
+        routed: which of their requests may be handed off now.
     """
-    if not requests:
-        return [], []
-    tokens = sample(output.logits, sampling_rows(requests, batch))
-    return tokens.tolist(), route(output, tokens, batch, requests, routed)
+    if not chunks:
+        return Decisions([], [], [], [])
+    rows = [chunk.request for chunk in chunks for _ in range(chunk.wanted)]
+    tokens = sample(output.logits, sampling_rows(rows, batch))
+    verified = verify(output, tokens, chunks)
+    ids = tokens.tolist()
+    written = [ids[row] if written else NO_TOKEN for row, written in zip(verified.rows, verified.written, strict=True)]
+    may_leave = [
+        can and written and not failed
+        for can, written, failed in zip(routed, verified.written, verified.failed, strict=True)
+    ]
+    requests = [chunk.request for chunk in chunks]
+    destinations, scores = route(output, tokens, batch, requests, verified.rows, may_leave)
+    for number, failed in enumerate(verified.failed):
+        if failed:
+            destinations[number] = FAILED
+    return Decisions(written, destinations, verified.accepted, scores)
 
 
 def first_writer(request: Request) -> int:
@@ -46,7 +76,7 @@ def first_writer(request: Request) -> int:
     prompt = PromptView(request.tokens, sampling.seed, sampling.choice, route.params | submit.params, submit.score)
     try:
         return checked(route, int(route.algorithm.start(prompt)))
-    except Exception:  # code of users: its faults end this request
+    except (Exception, SystemExit):  # code of users: its faults end this request
         log.exception("route '%s': start() failed; the request ends with an error", route.name)
         return FAILED
 
@@ -96,20 +126,21 @@ def route(
     tokens: torch.Tensor,
     batch: Batch,
     requests: Sequence[Request],
+    rows: Sequence[int],
     routed: Sequence[bool],
-) -> list[int]:
-    """Destination per row: each route's algorithm sees its own rows, all others get 0."""
-    destinations = [0] * len(requests)
+) -> tuple[list[int], list[float]]:
+    """Destination and score per request, whose deciding rows are `rows`: each route's algorithm sees its own, all others get 0."""
+    destinations, scores = [0] * len(requests), [0.0] * len(requests)
     groups: dict[str, list[int]] = {}
-    for row, (request, wanted) in enumerate(zip(requests, routed, strict=True)):
+    for number, (request, wanted) in enumerate(zip(requests, routed, strict=True)):
         if wanted:
-            groups.setdefault(request.route.name, []).append(row)
+            groups.setdefault(request.route.name, []).append(number)
     device = output.logits.device
     index = torch.from_numpy(batch.output_index).to(device)
-    for rows in groups.values():
-        members = [requests[row] for row in rows]
-        whole = len(rows) == len(requests)
-        pick = slice(None) if whole else torch.tensor(rows, dtype=torch.int64, device=device)
+    for numbers in groups.values():
+        members = [requests[number] for number in numbers]
+        whole = len(numbers) == len(tokens)
+        pick = slice(None) if whole else torch.tensor([rows[n] for n in numbers], dtype=torch.int64, device=device)
         step = StepResult(
             logits=output.logits[pick],
             hidden=output.hidden[pick],
@@ -117,40 +148,27 @@ def route(
             index=index[pick],
             seed=torch.tensor([_signed(r.submit.sampling.seed) for r in members], dtype=torch.int64, device=device),
             choice=torch.tensor([r.submit.sampling.choice for r in members], dtype=torch.int64, device=device),
-            params=_param_rows(members, device),
+            params=param_rows(members, device),
             state=[r.scratch for r in members],
         )
-        for row, destination in zip(rows, _destinations(members[0].route, step), strict=True):
-            destinations[row] = destination
-    return destinations
+        algorithm = members[0].route.algorithm
+        if isinstance(algorithm, Drafter):
+            given = ask(members[0].route, algorithm.score, step, len(members))
+            for number, score in zip(numbers, given or [], strict=False):
+                scores[number] = score
+            answers = [0 if given else FAILED] * len(members)
+        else:
+            answers = _destinations(members[0].route, step)
+        for number, destination in zip(numbers, answers, strict=True):
+            destinations[number] = destination
+    return destinations, scores
 
 
 def _destinations(route: WorkerRoute, step: StepResult) -> list[int]:
     """The algorithm's answer, or FAILED for every row that it has no proper answer for."""
     count = len(step.state)
-    try:
-        answer = [int(destination) for destination in route.algorithm.route(step).tolist()]
-    except Exception:  # code of users: its faults end the requests of this route, not their batch mates
-        log.exception("route '%s': route() failed; its %d requests end with an error", route.name, count)
-        return [FAILED] * count
-    if len(answer) != count:
-        log.error("route '%s': route() gave %d destinations for %d rows", route.name, len(answer), count)
-        return [FAILED] * count
-    return [checked(route, destination) for destination in answer]
-
-
-def _param_rows(members: Sequence[Request], device: torch.device) -> dict[str, torch.Tensor]:
-    """The route's parameters per row, with each request's overrides laid over them."""
-    current = members[0].route.params
-    count = len(members)
-    if not any(r.submit.params for r in members):
-        return {
-            name: torch.full((count,), value, dtype=torch.float32, device=device) for name, value in current.items()
-        }
-    return {
-        name: torch.tensor([r.submit.params.get(name, value) for r in members], dtype=torch.float32, device=device)
-        for name, value in current.items()
-    }
+    given = ask(route, route.algorithm.route, step, count)
+    return [checked(route, int(d) if math.isfinite(d) else FAILED) for d in given] if given else [FAILED] * count
 
 
 def _signed(seed: int) -> int:

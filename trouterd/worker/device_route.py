@@ -56,7 +56,10 @@ def impurity(route: WorkerRoute) -> str:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             answer = route.algorithm.route(_step(_probe(route)))
-    except Exception as error:  # code of users: what it does to real rows is seen and reported where it runs
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # code of users: what it does to real rows is seen and reported where it runs
         log.debug("route '%s' on rows without values", route.name, exc_info=True)
         return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     if not isinstance(answer, torch.Tensor) or answer.shape != (_PROBE_ROWS,):

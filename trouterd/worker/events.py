@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ipc.messages import MODEL_UNKNOWN, Abort, Active, Finish, Message, Nack, PeerReq, Submit, Warm
+from ipc.messages import MODEL_UNKNOWN, Abort, Active, Finish, Message, Nack, NackReason, PeerReq, Submit, Warm
 from trouterd.worker.outbound import API
 from trouterd.worker.outcomes import Outcomes
 from trouterd.worker.request import Request, State
@@ -80,7 +80,7 @@ class Events:
         """Entry: a peer's tokens, and perhaps its end, are in the request."""
         self.stream.add(request)
         if request.over:
-            self.outcomes.finish(request, request.finish, request.trim)
+            self.outcomes.end(request, request.finish, request.trim)
         elif request.state is State.PENDING and not self.outbound.available(request.route.workers[request.holder]):
             # Lost before this word of its new holder came.
             self.handoffs.reclaim(request)
@@ -138,7 +138,11 @@ class Events:
 
     def _on_nack(self, message: Nack) -> None:
         request = self.handoffs.nacked(message)
-        if request is not None:
+        if request is None:
+            return
+        if request.scores and message.reason is not NackReason.ERROR:
+            self.outcomes.drafting.pause(request, give_room=message.reason is NackReason.FULL)
+        else:
             self._resume_alone(request)
 
     def _resume_alone(self, request: Request) -> None:

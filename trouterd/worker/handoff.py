@@ -6,18 +6,18 @@ number of the hand-off that gave it the request, and whatever is not newer than 
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from algorithms.base import Handoff, OutputView
 from ipc.messages import MODEL_UNKNOWN, Abort, Nack, NackReason, PeerReq, Warm, pack_ids, unpack_ids
+from trouterd.worker.answers import accepted, combined, suffix_for
 from trouterd.worker.outbound import Outbound
 from trouterd.worker.request import GENERATION, NO_TOKEN, Request, State
 from trouterd.worker.scheduler import Scheduler
 from trouterd.worker.stats import Stats
 
-log = logging.getLogger(__name__)
+PEER_LOST = "peer_lost"
+"""What ends an answer of which a model can write no more, where the route says that it fails then (`on_peer_loss`)."""
 
 
 class Handoffs:
@@ -54,8 +54,9 @@ class Handoffs:
             if request.known[model] == MODEL_UNKNOWN and self.outbound.offer(worker, message):
                 request.known[model] = 0
 
-    def send(self, request: Request, model: int, held: int) -> bool:
-        """Hand the request to a model of its route; False when that one cannot be reached and the request stays here.
+    def send(self, request: Request, model: int, held: int) -> bool | None:
+        """Hand the request to a model of its route; False when that one cannot be reached and the request stays here, None when it
+        stays for a fault of the algorithm.
 
         Args:
             request: running here.
@@ -68,13 +69,15 @@ class Handoffs:
             return False
         if route.side != 0 and model != 0 and not self.stream(request, holder=target):
             return False
-        handoff = _suffix_for(request, model)
+        handoff = suffix_for(request, model)
         if handoff is None:
-            return False
+            return None
         unknown = request.known[model] < 0
         # Neither before the output nor behind a gap, whatever the algorithm says.
         start = max(min(handoff.start, request.known[model]), 0)
         length = request.output_length
+        scores = () if request.redo else tuple(request.scores)
+        stop = length + len(scores)
         now = time.monotonic_ns()
         known = tuple(length if m in (route.side, model) else k for m, k in enumerate(request.known))
         message = PeerReq(
@@ -84,14 +87,16 @@ class Handoffs:
             entry=request.entry,
             handoff_seq=request.handoff_seq + 1,
             start=start,
-            token_ids=_suffix(request, start),
-            loc=handoff.loc,
+            token_ids=_suffix(request, start, stop),
+            loc=length if scores else handoff.loc,
             known=known,
-            writers=bytes(request.writers[start:]),
+            writers=bytes(request.writers[start:stop]),
             stall=request.stall + 1,
             handoffs=request.handoffs + 1,
             submit=request.submit if unknown else None,
             payload=handoff.payload,
+            scores=scores,
+            forwards=tuple(request.forwards),
             sent_ns=now,
         )
         if not self.outbound.offer(target, message):
@@ -104,7 +109,7 @@ class Handoffs:
         request.holder = model
         request.pending_since_ns = now
         self.scheduler.pend(request)
-        self.stats.handoff(self.index, target, length - start)
+        self.stats.handoff(self.index, target, stop - start, stop - request.visit_start + (held != NO_TOKEN))
         return True
 
     def stream(self, request: Request, holder: int) -> bool:
@@ -122,11 +127,14 @@ class Handoffs:
     def leave(self, request: Request, finish: str = "", trim: int = 0) -> None:
         """Visitor: back to the entry, with the end of the answer or without, as soon as the ring has room."""
         start = request.known[0]
+        if request.scores:
+            request.cut(request.output_length)
         request.known[0] = request.output_length
         request.handoff_seq += 1
         if not finish:
             request.handoffs += 1
-            self.stats.handoff(self.index, request.entry, request.output_length - start)
+            length = request.output_length
+            self.stats.handoff(self.index, request.entry, length - start, length - request.visit_start)
         self.outbound.post(
             request.entry,
             self._to_entry(request, start, partial=False, destination=request.entry, finish=finish, trim=trim),
@@ -137,7 +145,9 @@ class Handoffs:
         """Visitor: give the request up: to its sender as it came, or to the entry if this visit has written anything."""
         self.stats.refusals += 1
         if request.output_length > request.visit_start:
-            self.leave(request)
+            # The entry may go on from drafts that are left over; anything else that it wrote would be this model's to write.
+            lost = request.route.on_peer_loss == "fail" and not request.scores
+            self.leave(request, PEER_LOST if lost else "")
             return
         self.outbound.post(request.visit_source, Nack(request.rid, self.index, request.handoff_seq, reason))
         self.scheduler.pend(request)
@@ -154,15 +164,16 @@ class Handoffs:
             entry=request.entry,
             handoff_seq=request.handoff_seq,
             start=start,
-            token_ids=_suffix(request, start),
+            token_ids=_suffix(request, start, request.output_length),
             loc=request.output_length,
             known=tuple(known),
-            writers=bytes(request.writers[start:]),
+            writers=bytes(request.writers[start : request.output_length]),
             partial=partial,
             finish=finish,
             trim=trim,
             stall=request.stall,
             handoffs=request.handoffs,
+            forwards=tuple(request.forwards),
             sent_ns=time.monotonic_ns(),
         )
 
@@ -186,15 +197,17 @@ class Handoffs:
         request.handoff_seq = message.handoff_seq
         # Out of the queues first: an unfinished older visit may still be in them.
         self.scheduler.pend(request)
-        if message.start < request.output_length:
+        if message.start < request.output_length or request.scores:
             request.cut(message.start)
             self.scheduler.truncate(request)
-        if _accepted(request, ids, message.payload) < len(ids):
+        if accepted(request, ids, message.payload) < len(ids):
             # The entry has streamed them: a visit cannot go on from anything else.
             self.outbound.post(message.source, Nack(message.rid, self.index, message.handoff_seq, NackReason.ERROR))
             return None
         request.tokens += ids
         request.writers += message.writers
+        request.scores += message.scores
+        request.forwards = _most(request.forwards, message.forwards)
         request.known = list(message.known)
         request.known[request.route.side] = request.output_length
         request.stall = message.stall
@@ -230,10 +243,10 @@ class Handoffs:
     def _apply(self, request: Request, message: PeerReq) -> None:
         skip = request.output_length - message.start
         ids = unpack_ids(message.token_ids).tolist()[skip:]
-        accepted = _accepted(request, ids, message.payload)
-        for token, writer in zip(ids[:accepted], message.writers[skip : skip + accepted], strict=True):
-            request.append(token, writer)
-        whole = accepted == len(ids)
+        count = accepted(request, ids, message.payload)
+        whole = count == len(ids)
+        self._take_in(request, ids[:count], message.writers[skip : skip + count], message.partial and whole)
+        request.forwards = _most(request.forwards, message.forwards)
         length = request.output_length
         request.known = [min(k, length) for k in message.known]
         request.known[0] = length
@@ -251,15 +264,34 @@ class Handoffs:
         elif message.partial:
             request.holder = request.route.workers.index(message.destination)
         else:
-            request.stall = message.stall
+            # The way back from a verifier that took or wrote something is no hand-off without progress: the next round is due.
+            request.stall = 0 if request.drafts and ids else message.stall
             request.handoff_sent_ns = message.sent_ns
             if not self._combine(request, message):
                 self._back_here(request)
         self.on_tokens(request)
 
+    def _take_in(self, request: Request, ids: list[int], writers: bytes, going_on: bool) -> None:
+        """Commit what came. Drafts that it repeats keep their KV; the others are over at the first difference, or at the end."""
+        drafts = request.tokens[request.settled :]
+        same = next(
+            (n for n, (a, b) in enumerate(zip(ids, drafts, strict=False)) if a != b), min(len(ids), len(drafts))
+        )
+        first = request.output_length
+        request.writers[first : first + same] = writers[:same]
+        request.accept(same)
+        own = writers[:same].count(request.route.side)
+        request.accepted += own
+        self.stats.draft_accepted(own)
+        if request.scores and not (going_on and same == len(ids)):
+            request.cut(request.output_length)
+            self.scheduler.truncate(request)
+        for token, writer in zip(ids[same:], writers[same:], strict=True):
+            request.append(token, writer)
+
     def _combine(self, request: Request, message: PeerReq) -> bool:
         """Write the token that the algorithm makes of a payload, if it makes one; True when that ends the answer."""
-        token = _combined(request, message.payload) if message.payload else None
+        token = combined(request, message.payload) if message.payload else None
         if token is None:
             return False
         request.finish, request.trim = request.finish_reason(token)
@@ -280,7 +312,7 @@ class Handoffs:
                 return None
         return request
 
-    def _resend(self, request: Request, model: int) -> bool:
+    def _resend(self, request: Request, model: int) -> bool | None:
         """Hand off again, this time with the prompt and all output."""
         held = request.held
         self._back_here(request)
@@ -293,8 +325,17 @@ class Handoffs:
 
     def _back_here(self, request: Request) -> None:
         request.holder = request.route.side
+        if request.is_entry:
+            request.visit_start = request.output_length
         request.pending_ns += time.monotonic_ns() - request.pending_since_ns
         self.scheduler.add(request)
+
+    def put_aside(self, request: Request, model: int) -> None:
+        """Entry: the request waits until it can be handed to a model of its route."""
+        if request.state is not State.PENDING:
+            request.pending_since_ns = time.monotonic_ns()
+            self.scheduler.pend(request)
+        request.holder = model
 
     def take_back(self, request: Request) -> int:
         """The request is here again without a peer's token: returns the held one (or NO_TOKEN) for the caller to commit."""
@@ -313,45 +354,11 @@ def _fresh(request: Request, message: PeerReq) -> bool:
     return message.handoff_seq > request.handoff_seq
 
 
-def _suffix_for(request: Request, model: int) -> Handoff | None:
-    """What the algorithm wants to send; None when it fails."""
-    try:
-        handoff = request.route.algorithm.send(_view(request), model)
-        # Conversions, so that a wrong type is a fault of the algorithm here and not of the worker later.
-        return Handoff(int(handoff.start), int(handoff.loc), bytes(handoff.payload))
-    except Exception:  # code of users: its faults keep the request here
-        log.exception("route '%s': send() failed; the request stays", request.route.name)
-        return None
+def _suffix(request: Request, start: int, stop: int) -> bytes:
+    """Output ids from `start` to `stop`, drafts included."""
+    return pack_ids(request.tokens[request.prompt_length + start : request.prompt_length + stop])
 
 
-def _accepted(request: Request, ids: list[int], payload: bytes) -> int:
-    """How many of the ids that came the algorithm takes; none when it fails."""
-    try:
-        return max(0, min(int(request.route.algorithm.receive(_view(request), ids, payload)), len(ids)))
-    except Exception:  # code of users: its faults cost tokens of this request only
-        log.exception("route '%s': receive() failed; %d tokens are not taken", request.route.name, len(ids))
-        return 0
-
-
-def _combined(request: Request, payload: bytes) -> int | None:
-    """The token that the algorithm writes without a step; None when it fails: the next step gives one."""
-    route = request.route
-    try:
-        token = route.algorithm.combine(_view(request), payload)
-        token = None if token is None else int(token)
-    except Exception:  # code of users: its faults cost a step of this request only
-        log.exception("route '%s': combine() failed; the entry writes the token itself", route.name)
-        return None
-    if token is not None and not 0 <= token < route.context.vocab_size:
-        log.error("route '%s': combine() gave %d, which is no token", route.name, token)
-        return None
-    return token
-
-
-def _view(request: Request) -> OutputView:
-    banned = request.ending_ids if request.output_length < request.submit.sampling.min_tokens else ()
-    return OutputView(request.tokens, request.prompt_length, request.known, request.scratch, banned)
-
-
-def _suffix(request: Request, start: int) -> bytes:
-    return pack_ids(request.tokens[request.prompt_length + start :])
+def _most(mine: Sequence[int], told: Sequence[int]) -> list[int]:
+    """Counts per model: the later ones, which are the larger ones."""
+    return [max(a, b) for a, b in zip(mine, told, strict=True)] if told else list(mine)

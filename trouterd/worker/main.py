@@ -30,6 +30,7 @@ from trouterd.config import Config
 from trouterd.control import PeerState
 from trouterd.links import Links
 from trouterd.tokenizers import load_tokenizers
+from trouterd.worker.batching import Batching
 from trouterd.worker.engine import Engine, Loaded, device_answers, load_model, use_device
 from trouterd.worker.events import Command, ProcessState
 from trouterd.worker.gpu_engine import GpuEngine
@@ -60,6 +61,7 @@ class WorkerProcess:
         self.worker = worker
         self.name = name
         self.models = list(control.boot.config.models)
+        self.batching = Batching(worker, name, control.config)
         self.lag = 0.0
         """How late the event loop was at the last look, seconds."""
         boot = control.boot
@@ -71,7 +73,9 @@ class WorkerProcess:
             self._receive,
             self._receive_stale,
         )
-        worker.outbound.connect(lambda target, message: self.links.send(self._name_of(target), message))
+        worker.outbound.connect(
+            lambda target, message: self.links.send(self._name_of(target), message), self.links.together
+        )
 
     def register(self) -> None:
         """Answer the control link's verbs and follow the other processes' states."""
@@ -85,6 +89,7 @@ class WorkerProcess:
                 "set": self._set,
                 "drain": self._drain,
                 "flush-cache": self._flush_cache,
+                **self.batching.handlers,
             }
         )
         control.on_peer_state(self._on_peer_state)
@@ -169,7 +174,7 @@ class WorkerProcess:
         families = self.worker.stats.families(
             self.name, self.models, live, self.worker.totals(), self.links.bad_records
         )
-        return msgspec.to_builtins(families)
+        return msgspec.to_builtins([*families, *self.batching.families()])
 
     async def _set(self, args: dict[str, Any]) -> None:
         key: str = args["key"]
@@ -196,6 +201,7 @@ class WorkerProcess:
                 self.worker.configure(name, config.routes[name])
         elif key == f"models.{self.name}.max_batch_tokens":
             self._set_max_batch_tokens(config.models[self.name].max_batch_tokens)
+        self.batching.configure(config)
 
     def _set_max_batch_tokens(self, wanted: int) -> None:
         model = self.control.boot.config.models[self.name]

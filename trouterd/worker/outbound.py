@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from ipc.messages import Message
 
@@ -22,10 +23,13 @@ class Outbound:
         self._unsent: dict[int, deque[Message]] = {}
         self._down: set[int] = set()
         self._stalled: set[int] = set()
+        self.together: Callable[[], AbstractContextManager[None]] = nullcontext
+        """A block whose messages leave together, at its end: hand-offs of one step can then be one batch of their receiver."""
 
-    def connect(self, send: Send) -> None:
+    def connect(self, send: Send, together: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """Messages leave through `send` from now on."""
         self._send = send
+        self.together = together
 
     def available(self, target: int) -> bool:
         """The process is up and answers: requests may be handed to it."""

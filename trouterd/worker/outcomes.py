@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from ipc.messages import Finish, NackReason
 from trouterd.worker.active import ActiveCounts
 from trouterd.worker.decision import FAILED, first_writer
-from trouterd.worker.handoff import Handoffs
+from trouterd.worker.drafting import Drafting, Later
+from trouterd.worker.handoff import PEER_LOST, Handoffs
 from trouterd.worker.outbound import Outbound
 from trouterd.worker.registry import Registry
 from trouterd.worker.request import NO_TOKEN, Request, State
@@ -30,6 +31,7 @@ class Outcomes:
         outbound: Outbound,
         active: ActiveCounts,
         stats: Stats,
+        later: Later,
     ) -> None:
         self.index = index
         self.registry = registry
@@ -39,12 +41,13 @@ class Outcomes:
         self.outbound = outbound
         self.active = active
         self.stats = stats
+        self.drafting = Drafting(self, later)
 
     def begin(self, request: Request) -> None:
         """Entry: a new request goes to the model that writes its first token."""
         destination = first_writer(request)
         if destination == FAILED:
-            self._fail(request)
+            self.fail_one(request)
             return
         if destination and self.handoffs.send(request, request.route.model_at(destination), NO_TOKEN):
             self.handoffs.warm(request)
@@ -61,33 +64,35 @@ class Outcomes:
             if not chunk.current:
                 continue
             request = chunk.request
-            if not chunk.wants_logits:
-                self.scheduler.kv.commit(request.slot, request.tokens, chunk.end)
-            elif not outcome.alive[row]:
+            if chunk.wants_logits and not outcome.alive[row]:
                 # Not by our books, but the device has the last word: feed the row from here.
                 self.scheduler.rewind(request, chunk.first)
-            else:
-                self.scheduler.kv.commit(request.slot, request.tokens, chunk.end)
+                continue
+            request.forwards[request.route.side] += 1
+            # Pages with drafts would be cut again, which those in the prefix cache cannot be.
+            self.scheduler.kv.commit(request.slot, request.tokens, min(chunk.end, request.settled))
+            if chunk.wants_logits:
                 if not outcome.stays[row]:
                     # A row behind this one, queued already, is dead.
                     self.scheduler.rewind(request, chunk.end)
-                self._decide(request, outcome.tokens[row], outcome.destinations[row])
+                self._decide(request, outcome, row)
         self.stats.step(outcome.rows, sum(outcome.alive), outcome.seconds)
 
     def fail(self, chunks: Sequence[Chunk]) -> None:
         """A step with these chunks failed, or will never be heard of: it ends its requests, not the worker."""
         for chunk in chunks:
             if chunk.current:
-                self._fail(chunk.request)
+                self.fail_one(chunk.request)
 
     def not_taken(self, request: Request, held: int) -> None:
         """A hand-off failed: go on alone with the held token, or fail the request, by the route's policy."""
         self.stats.fallbacks += 1
-        if request.route.on_peer_loss == "fail" and request.is_entry:
-            request.error_status = 503
-            self.finish(request, "error", 0, "a model of the route is not available (on_peer_loss = fail)")
+        if request.route.on_peer_loss == "fail":
+            self.end(request, PEER_LOST, 0)
         elif held != NO_TOKEN:
             self._append(request, held)
+        elif request.scores:
+            self.drafting.commit(request)
 
     def refuse(self, request: Request, reason: NackReason) -> None:
         """Visitor: give the request up."""
@@ -123,14 +128,20 @@ class Outcomes:
                     self.outbound.post(worker, Finish(request.rid))
             self.active.add(request, -1)
 
-    def _decide(self, request: Request, token: int, destination: int) -> None:
+    def _decide(self, request: Request, outcome: Outcome, row: int) -> None:
         """Commit the sampled token, hand the request off, or both."""
+        token, destination = outcome.tokens[row], outcome.destinations[row]
         keep = request.route.algorithm.keep_sample
+        if destination == FAILED:
+            self.fail_one(request)
+            return
+        if request.drafts:
+            self.drafting.drafted(request, token, outcome.scores[row])
+            return
+        if request.scores and not self.drafting.verified(request, outcome.accepted[row], token):
+            return
         if destination == 0:
             self._append(request, token)
-            return
-        if destination == FAILED:
-            self._fail(request)
             return
         if keep and self._append(request, token):
             return
@@ -150,19 +161,30 @@ class Outcomes:
         request.append(token, request.route.side)
         self.stats.tokens += 1
         self.stream.add(request)
-        if not reason:
-            return False
-        if request.is_entry:
+        if reason:
+            self.end(request, reason, trim)
+        return bool(reason)
+
+    def end(self, request: Request, reason: str, trim: int) -> None:
+        """What was committed here, or the route's policy, ends the answer; at its entry at once."""
+        if request.is_entry and reason == PEER_LOST:
+            request.error_status = 503
+            self.finish(request, "error", 0, "a model of the route is not available (on_peer_loss = fail)")
+        elif request.is_entry:
             self.finish(request, reason, trim)
         else:
             self.handoffs.leave(request, reason, trim)
             self._forget_orphan(request)
-        return True
 
-    def _fail(self, request: Request) -> None:
+    def fail_one(self, request: Request) -> None:
         """A step with this request's rows failed."""
         if request.is_entry:
-            self.finish(request, "error", 0, "the model failed while computing this answer")
+            self.finish(
+                request,
+                "error",
+                0,
+                "the model or the route's algorithm failed on this answer; the daemon's log says why",
+            )
             return
         request.warm = False
         if request.state is not State.PENDING:

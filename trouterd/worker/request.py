@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
+from algorithms.drafting import Drafter
 from ipc.messages import MODEL_UNKNOWN, PeerReq, Submit, unpack_ids
 from trouterd.worker.route import WorkerRoute
 
@@ -37,7 +38,7 @@ class Request:
     entry: int
     """Worker index of the entry."""
     tokens: list[int]
-    """Prompt + committed output; `known` in the design's words is its length."""
+    """Prompt + committed output, then drafts; `known` in the design's words is its length."""
     prompt_length: int
     state: State = State.PENDING
     fed: int = 0
@@ -51,6 +52,18 @@ class Request:
     slot: int = NO_SLOT
     writers: bytearray = field(default_factory=bytearray)
     """Route index of the writer, per output id."""
+    scores: list[float] = field(default_factory=list)
+    """One per draft. Drafts are the last ids of `tokens`, not committed yet: at the entry until they are judged and, if they
+    travel, come back; at a visitor until they are verified."""
+    redo: bool = False
+    """Entry: the drafts were dropped by their judge; they do not travel, and are kept in case that the peer does not take over."""
+    retries: int = 0
+    """Entry: hand-offs of these drafts that a peer had no room for, in a row."""
+    forwards: list[int] = field(default_factory=list)
+    """Per model of the route: steps with rows of this request, as far as it is known here."""
+    drafted: int = 0
+    accepted: int = 0
+    """Entry: drafts so far, and those of them that were committed."""
     handoff_seq: int = 0
     known: list[int] = field(default_factory=list)
     """Per model of the route: output tokens it knows (MODEL_UNKNOWN: not even the prompt)."""
@@ -76,7 +89,7 @@ class Request:
     visit_source: int = 0
     """Visitor: worker index of the sender of the hand-off that brought it here."""
     visit_start: int = 0
-    """Visitor: output length when this visit began."""
+    """Output length when the request last came here."""
     finish: str = ""
     trim: int = 0
     error: str = ""
@@ -95,6 +108,7 @@ class Request:
             tokens=prompt,
             prompt_length=len(prompt),
             known=[MODEL_UNKNOWN] * len(route.workers),
+            forwards=[0] * len(route.workers),
             arrived_ns=now_ns,
         )
 
@@ -106,7 +120,22 @@ class Request:
     @property
     def output_length(self) -> int:
         """Committed output tokens known here."""
-        return len(self.tokens) - self.prompt_length
+        return len(self.tokens) - self.prompt_length - len(self.scores)
+
+    @property
+    def drafts(self) -> bool:
+        """Tokens that are written here are drafts."""
+        return isinstance(self.route.algorithm, Drafter)
+
+    @property
+    def settled(self) -> int:
+        """Prompt and committed output tokens."""
+        return len(self.tokens) - len(self.scores)
+
+    @property
+    def first_wanted(self) -> int:
+        """Position from which on rows give logits: that of the last known token; a visitor's drafts are verified behind it."""
+        return (len(self.tokens) if self.is_entry else self.settled) - 1
 
     @property
     def over(self) -> bool:
@@ -137,9 +166,31 @@ class Request:
         self.stall = 0
 
     def cut(self, output_length: int) -> None:
-        """Forget output tokens from `output_length` on (KV is the caller's business)."""
+        """Forget output tokens from `output_length` on, and all drafts (KV is the caller's business)."""
         del self.tokens[self.prompt_length + output_length :]
         del self.writers[output_length:]
+        self.scores.clear()
+
+    def draft(self, token: int, score: float) -> None:
+        """Entry: add one draft."""
+        self.tokens.append(token)
+        self.writers.append(self.route.side)
+        self.scores.append(score)
+        self.drafted += 1
+
+    def accept(self, count: int) -> None:
+        """Commit the first `count` drafts."""
+        del self.scores[:count]
+        if count:
+            self.stall = 0
+
+    def drafts_to_end(self, most: int) -> tuple[int, str, int]:
+        """How many of the first `most` drafts can be committed, and what the last one of these ends the answer with."""
+        for count in range(most):
+            reason, trim = self.finish_reason(self.tokens[self.settled + count], count)
+            if reason:
+                return count + 1, reason, trim
+        return most, "", 0
 
     @property
     def may_leave(self) -> bool:
@@ -154,13 +205,13 @@ class Request:
         ends = frozenset() if sampling.ignore_eos else self.route.eos_ids
         return ends.union(sampling.stop_token_ids)
 
-    def finish_reason(self, token: int) -> tuple[str, int]:
-        """What committing `token` next would end the answer with: (reason or '', trailing ids that are no text)."""
+    def finish_reason(self, token: int, ahead: int = 0) -> tuple[str, int]:
+        """What committing `token` behind `ahead` drafts would end the answer with: (reason or '', last ids that are no text)."""
         sampling = self.submit.sampling
         if not sampling.ignore_eos and token in self.route.eos_ids:
             return "stop", 1
         if token in sampling.stop_token_ids:
             return "stop", 1
-        if self.output_length + 1 >= sampling.max_tokens:
+        if self.output_length + ahead + 1 >= sampling.max_tokens:
             return "length", 0
         return "", 0

@@ -118,7 +118,7 @@ def build_side(definition: Definition, context: RouteContext, params: msgspec.St
         return definition.sides(context.side)(context, params)
     except AlgorithmError as error:
         raise AlgorithmError(f"algorithm {definition.name!r}: {error}", error.key) from error
-    except Exception as error:  # code of users
+    except (Exception, SystemExit) as error:  # code of users
         reason = " ".join(str(error).split())
         raise AlgorithmError(
             f"algorithm {definition.name!r}: side {context.side} cannot be built: {type(error).__name__}: {reason}"

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from models.kv_cache import KvCache
 from trouterd.worker.request import NO_SLOT, Request, State
 
+_LOGIT_ROWS = 64
+
 
 @dataclass(slots=True)
 class Chunk:
@@ -17,8 +19,9 @@ class Chunk:
     first: int
     """Position of the first row."""
     count: int
-    wants_logits: bool
-    """The chunk ends with the last token of a request that is here: its logits give the next one."""
+    wanted: int
+    """Last rows whose logits are wanted: one where the chunk ends with the last token of a request that is here, which gives the
+    next one; one more for each draft that is verified."""
     own: bool
     """One row: the token that the device holds for the slot, which may not be known here yet."""
     residency: int
@@ -27,8 +30,14 @@ class Chunk:
     @classmethod
     def of(cls, request: Request, count: int) -> Chunk:
         """The next rows of a request that is here."""
-        own = request.chained
-        return cls(request, request.fed, count, own or count == request.unfed, own, request.residency)
+        first, own = request.fed, request.chained
+        wanted = 1 if own else max(0, first + count - max(first, request.first_wanted))
+        return cls(request, first, count, wanted, own, request.residency)
+
+    @property
+    def wants_logits(self) -> bool:
+        """Some row's logits are wanted."""
+        return self.wanted > 0
 
     @property
     def end(self) -> int:
@@ -66,8 +75,13 @@ class Scheduler:
         """Running requests that got no row in the last step, for lack of budget or pages."""
         self.hosted: set[int] = set()
         """Requests here whose tokens the host decides."""
+        self.short_of_room = False
+        """The last plan left a request waiting, or a visitor's prompt unfed, for lack of room."""
         self.preemptions = 0
         self.evictions = 0
+        self._most_logits = max(len(kv.page_table), _LOGIT_ROWS)
+        """Rows of a step whose logits are wanted: no more than without drafts, so that logits take no more memory."""
+        self._logits_left = 0
 
     def add(self, request: Request, *, front: bool = False) -> None:
         """A request is here now: new, or back from a peer."""
@@ -130,19 +144,23 @@ class Scheduler:
         budget = self.max_batch_tokens
         chunks: list[Chunk] = []
         planned: set[int] = set()
+        self._logits_left = self._most_logits
+        self.short_of_room = False
         for request, due in self._service_order():
             if budget == 0:
                 break
             # An earlier request of this very loop may have preempted this one.
             if request.state is not State.RUNNING:
                 continue
-            count = min(due, budget)
-            if self._reserve(request, request.fed + count, planned):
+            count = self._rows(request, min(due, budget))
+            if count and self._reserve(request, request.fed + count, planned):
                 planned.add(request.rid)
-                chunks.append(Chunk.of(request, count))
+                chunks.append(self._chunk(request, count))
                 budget -= count
         budget -= self._admit(chunks, planned, budget)
-        if not self.waiting:
+        if self.waiting:
+            self.short_of_room = budget > 0
+        else:
             # A warm visitor runs without waiting: it would overtake them.
             self._warm(chunks, budget)
         self._overdue.clear()
@@ -150,6 +168,13 @@ class Scheduler:
             self._overdue.update(r.rid for r in self.running if r.rid not in planned and r.due)
             self.running.sort(key=lambda r: r.rid not in self._overdue)
         return chunks
+
+    @property
+    def cold(self) -> bool:
+        """A visitor's prompt is to be prefilled, and nothing is known to be in the way."""
+        if self.short_of_room or self.waiting:
+            return False
+        return any(r.warm and r.fed < r.prompt_length - 1 for r in self._cold.values())
 
     def blocked_visitor(self) -> Request | None:
         """A visitor that no progress of this worker can make room for: it has to be refused.
@@ -183,18 +208,29 @@ class Scheduler:
             request = self.waiting[0]
             if not (self._has_room(request, planned) and self._open(request, planned)):
                 break
-            count = min(request.unfed, budget - used)
+            count = self._rows(request, min(request.unfed, budget - used))
             # A preempted request must not preempt in turn, or two large ones would evict each other for ever.
-            if not self._reserve(request, request.fed + count, planned, preempt=False):
+            if not count or not self._reserve(request, request.fed + count, planned, preempt=False):
                 self.release(request)
                 break
             self.waiting.popleft()
             request.state = State.RUNNING
             self.running.append(request)
             planned.add(request.rid)
-            chunks.append(Chunk.of(request, count))
+            chunks.append(self._chunk(request, count))
             used += count
         return used
+
+    def _rows(self, request: Request, count: int) -> int:
+        """As many of the next `count` rows as the step has logits left for."""
+        if count <= self._logits_left:
+            return count
+        return count - max(0, Chunk.of(request, count).wanted - self._logits_left)
+
+    def _chunk(self, request: Request, count: int) -> Chunk:
+        chunk = Chunk.of(request, count)
+        self._logits_left -= chunk.wanted
+        return chunk
 
     def _warm(self, chunks: list[Chunk], budget: int) -> None:
         """Prefill prompts of visitors that are still with their entry, from free pages only."""
@@ -206,11 +242,16 @@ class Scheduler:
                 del self._cold[request.rid]
                 continue
             if request.slot == NO_SLOT and not self._attach(request):
+                self.short_of_room = True
                 return
             count = min(target - request.fed, budget)
-            if count > 0 and self.kv.reserve(request.slot, request.fed + count):
-                chunks.append(Chunk(request, request.fed, count, False, False, request.residency))
-                budget -= count
+            if count <= 0:
+                continue
+            if not self.kv.reserve(request.slot, request.fed + count):
+                self.short_of_room = True
+                continue
+            chunks.append(Chunk(request, request.fed, count, 0, False, request.residency))
+            budget -= count
 
     def _has_room(self, request: Request, planned: set[int]) -> bool:
         """Room for the whole request now and one more page for each running one: less would admit only to preempt."""
@@ -234,7 +275,8 @@ class Scheduler:
         if slot is None:
             return False
         request.slot = slot
-        request.fed = self.kv.match(slot, request.tokens)
+        verified = not request.is_entry and request.scores
+        request.fed = self.kv.match(slot, request.tokens[: request.settled] if verified else request.tokens)
         return True
 
     def _reserve(self, request: Request, length: int, planned: set[int], *, preempt: bool = True) -> bool:
@@ -276,10 +318,9 @@ class Scheduler:
         self._cold.pop(request.rid, None)
 
     def _leave_one_unfed(self, request: Request) -> None:
-        """A request that is here needs the logits of its last token, so that one must be fed (again)."""
-        last = len(request.tokens) - 1
-        if request.fed > last:
-            self.rewind(request, last)
+        """A request that is here needs the logits of its last token, so that one must be fed (again); and drafts to be verified."""
+        if request.fed > request.first_wanted:
+            self.rewind(request, request.first_wanted)
 
     def _dequeue(self, request: Request) -> None:
         self.hosted.discard(request.rid)

@@ -9,6 +9,8 @@ from trouterd.metrics import Family, Histogram, counter, gauge, histogram
 MICRO = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 5.0)
 """Upper bounds for steps and hand-offs, seconds."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+LONGEST_RUN = 4096
+"""Steps; longer runs count as so many."""
 RECENT = 4096
 """Hand-offs that percentiles are taken over."""
 
@@ -21,10 +23,15 @@ class Stats:
         self.tokens = 0
         """Output tokens that this model wrote and committed."""
         self.fed_rows = 0
+        self.drafted = 0
+        self.accepted = 0
+        """Of the drafted tokens, those that became output."""
         self.submitted = 0
         """Requests that entered here."""
         self.finished: Counter[str] = Counter()
         self.handoffs: Counter[tuple[int, int]] = Counter()
+        self.runs: Counter[int] = Counter()
+        """Hand-offs sent, by the steps that the request took here before."""
         self.suffix_tokens = 0
         """Tokens that travelled with hand-offs."""
         self.stale_messages = 0
@@ -47,9 +54,15 @@ class Stats:
         self.batch_rows.observe(rows)
         self.batch_requests.observe(requests)
 
-    def handoff(self, source: int, target: int, suffix: int) -> None:
-        """Count one hand-off sent."""
+    def draft_accepted(self, count: int) -> None:
+        """Count drafts of this model that became output."""
+        self.accepted += count
+        self.tokens += count
+
+    def handoff(self, source: int, target: int, suffix: int, run: int) -> None:
+        """Count one hand-off sent, of `suffix` tokens and after `run` steps."""
         self.handoffs[source, target] += 1
+        self.runs[min(run, LONGEST_RUN)] += 1
         self.suffix_tokens += suffix
 
     def handoff_started(self, seconds: float) -> None:
@@ -81,6 +94,8 @@ class Stats:
             counter("worker_steps", "Forward passes.", [(own, self.steps)]),
             counter("worker_rows", "Token rows fed.", [(own, self.fed_rows)]),
             counter("worker_tokens", "Output tokens that this model wrote.", [(own, self.tokens)]),
+            counter("worker_drafted", "Tokens written provisionally.", [(own, self.drafted)]),
+            counter("worker_accepted", "Provisional tokens that became output.", [(own, self.accepted)]),
             counter("worker_submitted", "Requests that entered here.", [(own, self.submitted)]),
             counter("worker_finished", "Answers that ended at this entry, by reason.", finished),
             counter("handoffs", "Hand-offs sent.", pairs),
@@ -114,6 +129,7 @@ GAUGES = {
     "pages_cached": "KV pages that only the prefix cache holds.",
     "pages_owned": "KV pages of requests.",
     "loop_lag_seconds": "How late the event loop was at the last look.",
+    "batching_threshold": "Ready requests that launch a step: B for the present number of active ones.",
     "steps_in_flight": "Steps queued on the device whose results have not been read.",
     "messages_unsent": "Messages that wait for room in a ring.",
 }

@@ -20,11 +20,16 @@ class Outcome:
     alive: Sequence[bool]
     """The row was fed: its request had not left in a step before this one."""
     tokens: Sequence[int]
+    """NO_TOKEN where only a part of the drafts has been read, and accepted."""
     destinations: Sequence[int]
     """0 = stay, k = the k-th other model of the route, FAILED."""
     stays: Sequence[bool]
     """The device goes on with this token unasked: a row behind it counts."""
     seconds: float
+    accepted: Sequence[int] = ()
+    """Per row: drafts that are accepted in front of the token. Empty where nobody drafts, as on a device."""
+    scores: Sequence[float] = ()
+    """Per row: the score of the token as a draft. Empty like `accepted`."""
 
     @property
     def rows(self) -> int:

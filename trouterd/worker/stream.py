@@ -71,12 +71,15 @@ def _update(request: Request) -> TokenUpdate:
     return TokenUpdate(
         rid=request.rid,
         seq=seq,
-        ids=pack_ids(request.tokens[request.prompt_length + seq :]),
-        writers=bytes(request.writers[seq:]),
+        ids=pack_ids(request.tokens[request.prompt_length + seq : request.settled]),
+        writers=bytes(request.writers[seq : request.output_length]),
         finish=request.finish,
         trim=request.trim,
         handoffs=request.handoffs,
         error=request.error,
         status=request.error_status,
         pending_us=request.pending_ns // 1000,
+        forwards=tuple(request.forwards),
+        drafted=request.drafted,
+        accepted=request.accepted,
     )

@@ -52,32 +52,38 @@ class SynchronousStepper:
     async def launch(self, chunks: Sequence[Chunk]) -> None:
         """Run the step to its end."""
         batch = build(chunks, self.page_table)
-        wanted = [c.request for c in chunks if c.wants_logits]
-        routed = [r.may_leave for r in wanted]
+        routed = [c.request.may_leave for c in chunks if c.wants_logits]
         if self.runner.inline:
-            self._outcome = self.run(chunks, batch, wanted, routed)
+            self._outcome = self.run(chunks, batch, routed)
         else:
             self._outcome = await asyncio.get_running_loop().run_in_executor(
-                self._thread, self.run, chunks, batch, wanted, routed
+                self._thread, self.run, chunks, batch, routed
             )
 
-    def run(
-        self, chunks: Sequence[Chunk], batch: Batch, requests: Sequence[Request], routed: Sequence[bool]
-    ) -> Outcome:
+    def run(self, chunks: Sequence[Chunk], batch: Batch, routed: Sequence[bool]) -> Outcome:
         """Forward, sample and route.
 
         Args:
             chunks: what is fed.
             batch: the same as token rows.
-            requests: the R requests whose logits are wanted, in order.
-            routed: which of them may be handed off now.
+            routed: which of the requests whose logits are wanted may be handed off now, in order.
         """
         self.started = begin = time.monotonic()
         try:
             with torch.inference_mode():
-                tokens, destinations = decide(self.runner.step(batch), batch, requests, routed)
-            count = len(requests)
-            return Outcome(chunks, [True] * count, tokens, destinations, [False] * count, time.monotonic() - begin)
+                made = decide(self.runner.step(batch), batch, [c for c in chunks if c.wants_logits], routed)
+            count = len(routed)
+            seconds = time.monotonic() - begin
+            return Outcome(
+                chunks,
+                [True] * count,
+                made.tokens,
+                made.destinations,
+                [False] * count,
+                seconds,
+                made.accepted,
+                made.scores,
+            )
         finally:
             self.started = 0.0
             self.steps += 1
@@ -110,9 +116,9 @@ def build(chunks: Sequence[Chunk], page_table: PageTable) -> Batch:
             tokens += request.tokens[first : first + count]
             positions += range(first, first + count)
             slots += [request.slot] * count
-        if chunk.wants_logits:
-            logit_rows.append(len(tokens) - 1)
-            output_index.append(request.output_length)
+        for back in range(chunk.wanted, 0, -1):
+            logit_rows.append(len(tokens) - back)
+            output_index.append(chunk.end - back + 1 - request.prompt_length)
     return Batch(
         tokens=np.array(tokens, dtype=np.int64),
         positions=np.array(positions, dtype=np.int64),

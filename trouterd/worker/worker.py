@@ -15,8 +15,10 @@ from models.kv_cache import KvCache
 from models.resident import is_resident
 from trouterd.config import Route
 from trouterd.worker.active import ActiveCounts
-from trouterd.worker.events import Event, Events
+from trouterd.worker.events import Command, Event, Events
 from trouterd.worker.handoff import Handoffs
+from trouterd.worker.launching import Launching
+from trouterd.worker.observer import Observer
 from trouterd.worker.outbound import Outbound
 from trouterd.worker.outcomes import Outcomes
 from trouterd.worker.pipeline import PipelinedStepper
@@ -76,15 +78,27 @@ class Worker:
             index, self.requests, self.scheduler, self.outbound, self.stats, lambda r: self.events.on_tokens(r)
         )
         self.active = ActiveCounts(index, self.outbound)
+        self.launching = Launching(self.scheduler, self.active)
+        self.observer = Observer(self.stats)
         self.stream = TokenStream(index, self.outbound, self.handoffs)
         self.outcomes = Outcomes(
-            index, self.registry, self.scheduler, self.handoffs, self.stream, self.outbound, self.active, self.stats
+            index,
+            self.registry,
+            self.scheduler,
+            self.handoffs,
+            self.stream,
+            self.outbound,
+            self.active,
+            self.stats,
+            self._later,
         )
         self.events = Events(self.outcomes, self.stepper.hosted)
         self._device_answers = device_answers
         self._inbox: deque[Event] = deque()
         self._wake = asyncio.Event()
         self._closing = False
+        self._begun = 0.0
+        """When the step in flight was launched, if it is the only one; 0 otherwise."""
 
     # From the other two loops
 
@@ -118,6 +132,7 @@ class Worker:
             "pages_free": pages["free"],
             "pages_cached": pages["cached"],
             "pages_owned": pages["owned"],
+            "batching_threshold": self.launching.threshold,
             "messages_unsent": self.outbound.unsent,
             "steps_in_flight": self.stepper.in_flight,
         }
@@ -147,8 +162,10 @@ class Worker:
             if busy:
                 await self._collect(again)
             self._pass_on()
-            if not busy and not self._refuse_blocked() and not self._inbox:
-                await self._wait()
+            # A visitor that delayed batching holds back is not blocked.
+            held = again < NEVER
+            if not busy and (held or not self._refuse_blocked()) and not self._inbox:
+                await self._wait(again)
             else:
                 # Ring readers run between steps.
                 await asyncio.sleep(0)
@@ -161,8 +178,11 @@ class Worker:
     async def _launch_steps(self) -> float:
         """Launch what can be launched now; returns when to try again if nothing happens before."""
         while True:
+            now = time.monotonic()
             due = self.stepper.launch_at(bool(self.scheduler.hosted))
-            if due > time.monotonic():
+            if due <= now:
+                due = self.launching.due(now, in_flight=self.stepper.in_flight > 0)
+            if due > now:
                 return due
             chunks = self.scheduler.plan()
             if not chunks or not self.stepper.worthwhile(chunks):
@@ -171,6 +191,8 @@ class Worker:
 
     async def _launch(self, chunks: list[Chunk]) -> None:
         self._note_start(chunks)
+        begun = time.monotonic()
+        self._begun = 0.0 if self.stepper.in_flight else begun
         try:
             await self.stepper.launch(chunks)
         except Exception as error:  # the worker's boundary: a failed step ends its requests, not the worker
@@ -180,6 +202,7 @@ class Worker:
             await self._drain()
             self.outcomes.fail(chunks)
             return
+        self.launching.launched(chunks, begun)
         for chunk in chunks:
             chunk.request.fed = chunk.end
 
@@ -197,7 +220,7 @@ class Worker:
             await (self._sleep(nap) if nap > 0 else asyncio.sleep(0))
             outcome = self._poll()
         while outcome is not None:
-            self.outcomes.commit(outcome)
+            self._commit(outcome)
             if (outcome := self._poll()) is not None:
                 # Tokens of a visitor go to its entry before a hand-off of the next step takes them along.
                 self._pass_on()
@@ -209,7 +232,12 @@ class Worker:
             if outcome is None:
                 await asyncio.sleep(0)
             else:
-                self.outcomes.commit(outcome)
+                self._commit(outcome)
+
+    def _commit(self, outcome: Outcome) -> None:
+        self.observer.note(outcome, self._begun, time.monotonic())
+        with self.outbound.together():
+            self.outcomes.commit(outcome)
 
     def _poll(self) -> Outcome | None:
         try:
@@ -217,12 +245,14 @@ class Worker:
         except Exception as error:
             raise DeviceLostError(f"steps in flight cannot be heard of any more: {error}") from error
 
-    async def _wait(self) -> None:
-        """Sleep until something arrives; look again soon while something waits for room in a ring."""
-        if not self.stream and not self.outbound.unsent and not self.active.untold:
+    async def _wait(self, until: float) -> None:
+        """Sleep until something arrives, at most until then; look again soon while something waits for room in a ring."""
+        if self.stream or self.outbound.unsent or self.active.untold:
+            until = min(until, time.monotonic() + 0.01)
+        if until == NEVER:
             await self._wake.wait()
         elif not self._wake.is_set():
-            await self._sleep(0.01)
+            await self._sleep(max(until - time.monotonic(), 0.0))
 
     async def _sleep(self, seconds: float) -> None:
         """Sleep, but not through an arrival."""
@@ -232,6 +262,10 @@ class Worker:
             await self._wake.wait()
         finally:
             alarm.cancel()
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Do something between two steps, after a while."""
+        asyncio.get_running_loop().call_later(seconds, self.deliver, Command(action))
 
     def _note_start(self, chunks: list[Chunk]) -> None:
         now = 0

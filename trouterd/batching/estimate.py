@@ -1,0 +1,209 @@
+"""What the throughput model needs to know, from what workers have counted: routing, step times, contention, lengths of runs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from trouterd.batching.groups import Group
+from trouterd.batching.network import Floats, Matrix, Network, NetworkError, StepTime
+from trouterd.batching.report import Report, Step
+
+Key = TypeVar("Key")
+
+HALF_LIFE = 2000
+"""Steps of a model's requests after which what was counted before weighs half."""
+ENOUGH = 200
+"""Requests' steps from which on a model's moves are known."""
+ENOUGH_STEPS = 30
+"""Steps from which on a model's step time is known."""
+SAMPLES = 2000
+"""Steps that a fit looks at."""
+_MISFIT = 0.15
+"""Relative error above which a line is no picture of the step times."""
+_SPREAD = 0.1
+"""Standard deviation of the overlap from which on its effect can be told."""
+_TIME_SLICES = 1.0
+"""Contention of models that share a GPU, as long as nothing else is known."""
+
+
+class Learned(msgspec.Struct):
+    """What is known of one model; the part that is kept between two runs of the daemon."""
+
+    decisions: float = 0.0
+    tokens: float = 0.0
+    moves: dict[str, float] = {}
+    """By receiver."""
+    runs: dict[int, float] = {}
+    points: list[tuple[float, float]] = []
+    """(batch, seconds) without contention."""
+    contention: float | None = None
+
+
+class Estimator:
+    """Estimates of one group; weights decay with each model's own steps."""
+
+    def __init__(self, group: Group, learned: Mapping[str, Learned] | None = None) -> None:
+        self.group = group
+        known = learned or {}
+        self.learned = {name: known.get(name) or Learned() for name in group.models}
+        self._samples: dict[str, deque[tuple[int, float, float]]] = {
+            name: deque(maxlen=SAMPLES) for name in group.models
+        }
+        """Per model: (batch, seconds, share of it during which another model of the GPU ran)."""
+        self._last: dict[str, Report] = {}
+        self._names = dict(zip(group.workers, group.models, strict=True))
+
+    def observe(self, reports: Mapping[str, Report]) -> None:
+        """Take in what has happened since the last reports; a model that is missing has nothing to say."""
+        for name, report in reports.items():
+            self._count(name, report)
+        for name, report in reports.items():
+            self._samples[name] += self._measured(name, report.steps, reports)
+            self._last[name] = report
+
+    def lacks(self) -> str:
+        """What is not known well enough; '' if nothing."""
+        used = self._used()
+        if len(used) < 2:
+            return "no request has been handed over yet"
+        for name in used:
+            learned = self.learned[name]
+            if learned.decisions < ENOUGH:
+                return f"{name} has given {learned.decisions:.0f} of {ENOUGH} tokens"
+            if not learned.points and len(self._samples[name]) < ENOUGH_STEPS:
+                return f"{name} has taken {len(self._samples[name])} of {ENOUGH_STEPS} steps"
+        return ""
+
+    def network(self) -> Network | None:
+        """The deployment as it looks now; None while `lacks` says why."""
+        if self.lacks():
+            return None
+        used = self._used()
+        for name in used:
+            self._fit(name)
+        facts = [self.learned[name] for name in used]
+        try:
+            return Network(
+                step_times=tuple(StepTime(tuple(learned.points)) for learned in facts),
+                routing=tuple(self._row(learned, used, index) for index, learned in enumerate(facts)),
+                commit=_commits(facts),
+                contention=tuple(learned.contention or 0.0 for learned in facts),
+                names=tuple(used),
+            )
+        except NetworkError:
+            return None  # nobody stays and nothing is committed: too odd to plan for
+
+    def _used(self) -> list[str]:
+        reached = {
+            target for learned in self.learned.values() for target, moves in learned.moves.items() if moves > 0.5
+        }
+        return [name for name in self.group.models if self.learned[name].decisions > 0 or name in reached]
+
+    def _count(self, name: str, report: Report) -> None:
+        before, learned = self._last.get(name), self.learned[name]
+        if before is None or report.decisions < before.decisions:
+            return  # the first word of this worker: counts from before are not ours, or are known
+        steps = report.decisions - before.decisions
+        weight = 0.5 ** (steps / HALF_LIFE)
+        learned.decisions = learned.decisions * weight + steps
+        learned.tokens = learned.tokens * weight + report.tokens - before.tokens
+        moves = {self._names[w]: n - before.moves.get(w, 0) for w, n in report.moves.items() if w in self._names}
+        learned.moves = _decayed(learned.moves, moves, weight)
+        runs = {run: n - before.runs.get(run, 0) for run, n in report.runs.items()}
+        learned.runs = _decayed(learned.runs, runs, weight)
+
+    def _row(self, learned: Learned, used: Sequence[str], index: int) -> tuple[float, ...]:
+        row = [learned.moves.get(name, 0.0) for name in used]
+        row[index] = max(learned.decisions - sum(row) + row[index], 0.0)
+        return tuple((np.array(row) / sum(row)).tolist())
+
+    def _measured(
+        self, name: str, steps: Sequence[Step], reports: Mapping[str, Report]
+    ) -> list[tuple[int, float, float]]:
+        """Samples of new steps, with their overlap."""
+        share = np.zeros(len(steps))
+        if steps and self.group.shares[self.group.models.index(name)]:
+            begin = np.array([step.begin for step in steps])
+            seconds = np.array([step.seconds for step in steps])
+            for other, report in reports.items():
+                if other != name and report.steps:
+                    share += _overlap(begin, begin + seconds, report.steps) / np.maximum(seconds, 1e-9)
+        return [(s.requests, s.seconds, o) for s, o in zip(steps, share.tolist(), strict=True) if s.seconds > 0]
+
+    def _fit(self, name: str) -> None:
+        """Step time by batch size, and contention, from the samples; what was known before stays while they are few."""
+        samples = self._samples[name]
+        learned = self.learned[name]
+        shares = self.group.shares[self.group.models.index(name)]
+        if learned.contention is None:
+            learned.contention = _TIME_SLICES if shares else 0.0
+        if len(samples) < ENOUGH_STEPS:
+            return
+        batch, seconds, overlap = (np.array(column, dtype=np.float64) for column in zip(*samples, strict=True))
+        factor = learned.contention
+        if shares and float(np.std(overlap)) > _SPREAD:
+            factor = _contention(batch, seconds, overlap)
+        learned.contention = factor
+        alone = seconds / (1 + factor * overlap)
+        base, slope = _line(batch, alone)
+        misfit = float(np.mean(np.abs(base + slope * batch - alone)) / np.mean(alone))
+        sizes = np.unique(batch)
+        if misfit > _MISFIT and len(sizes) > 2:
+            medians = np.maximum.accumulate([float(np.median(alone[batch == size])) for size in sizes])
+            learned.points = list(zip(sizes.tolist(), medians.tolist(), strict=True))
+        else:
+            learned.points = [(1.0, base + slope), (2.0, base + 2 * slope)]
+
+
+def _decayed(before: Mapping[Key, float], news: Mapping[Key, int], weight: float) -> dict[Key, float]:
+    keys = before.keys() | news.keys()
+    merged = {key: before.get(key, 0.0) * weight + news.get(key, 0) for key in keys}
+    return {key: value for key, value in merged.items() if value > 1e-3}
+
+
+def _line(batch: Floats, seconds: Floats) -> tuple[float, float]:
+    """Robust base and slope, both at least 0: medians per size, weighted by how often each was seen."""
+    sizes, counts = np.unique(batch, return_counts=True)
+    medians = np.array([np.median(seconds[batch == size]) for size in sizes])
+    slope = 0.0
+    if len(sizes) > 1:
+        mean = float(np.average(sizes, weights=counts))
+        spread = float(np.average((sizes - mean) ** 2, weights=counts))
+        slope = float(
+            np.average((sizes - mean) * (medians - np.average(medians, weights=counts)), weights=counts) / spread
+        )
+        slope = min(max(slope, 0.0), float(np.average(medians, weights=counts)) / mean)
+    base = float(np.average(medians - slope * sizes, weights=counts))
+    return max(base, 1e-7), slope
+
+
+def _contention(batch: Floats, seconds: Floats, overlap: Floats) -> float:
+    """k of (a + c b)(1 + k o), from the least squares of its four products."""
+    columns = np.stack([np.ones_like(batch), batch, overlap, overlap * batch], axis=1)
+    base, slope, shared, both = map(float, np.linalg.lstsq(columns, seconds, rcond=None)[0])
+    mean = float(np.mean(batch))
+    return max(0.0, (shared + both * mean) / max(base + slope * mean, 1e-9))
+
+
+def _overlap(begin: Floats, end: Floats, others: Sequence[Step]) -> Floats:
+    """Seconds of each interval during which the other model ran; its steps do not overlap each other."""
+    edges = np.array([edge for step in others for edge in (step.begin, step.begin + step.seconds)])
+    edges = np.maximum.accumulate(edges)
+    busy = np.concatenate(([0.0], np.cumsum(np.diff(edges) * (np.arange(len(edges) - 1) % 2 == 0))))
+    return np.asarray(np.interp(end, edges, busy) - np.interp(begin, edges, busy))
+
+
+def _commits(facts: Sequence[Learned]) -> Matrix:
+    """Tokens that a move commits: one for staying; for leaving, what is left of the tokens that were counted."""
+    rows = []
+    for index, learned in enumerate(facts):
+        leaves = sum(learned.moves.values())
+        stays = max(learned.decisions - leaves, 0.0)
+        kept = max(0.0, (learned.tokens - stays) / leaves) if leaves else 0.0
+        rows.append(tuple(1.0 if other == index else kept for other in range(len(facts))))
+    return tuple(rows)

@@ -1,0 +1,46 @@
+"""What a worker tells the controller of delayed batching."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Step(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A step that fed no part of a prompt."""
+
+    begin: float
+    """Seconds of CLOCK_MONOTONIC, which all processes of a host share."""
+    seconds: float
+    requests: int
+
+
+class Report(msgspec.Struct, frozen=True):
+    """Counts since the worker's start, and the steps since the last report."""
+
+    now: float
+    """When it was made, seconds of CLOCK_MONOTONIC."""
+    active: int
+    """Active requests whose route includes the model."""
+    version: int
+    """Of the lists that the controller has sent; 0: none."""
+    tokens: int
+    """Output tokens that the model wrote and committed."""
+    decisions: int
+    """Requests' steps that gave a token, kept or not."""
+    moves: dict[int, int]
+    """Hand-offs by the receiver's worker index."""
+    runs: dict[int, int]
+    """Hand-offs by the steps that the request took here before."""
+    steps: list[Step]
+    """The latest ones, in order."""
+
+
+class Lists(msgspec.Struct, frozen=True):
+    """What the controller tells workers."""
+
+    version: int = 0
+    """Rises with every change."""
+    thresholds: dict[str, list[int]] = {}
+    """B[n] from n = 1 on, by model; a model that is not here launches whatever is ready."""
+    lingers: dict[str, float] = {}
+    """Seconds, by model."""
