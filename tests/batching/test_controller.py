@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from tests.batching.loads import load, paper_pair
+from trouterd.batching import controller as controller_module
 from trouterd.batching import state
-from trouterd.batching.controller import FREEZE, HOLD, Controller, Kept
+from trouterd.batching.controller import FREEZE, GAIN, HOLD, WAITING, Controller, Kept
 from trouterd.batching.estimate import ENOUGH, Estimator
 from trouterd.batching.groups import Group, fingerprint, groups_of
 from trouterd.batching.launch import feasible
@@ -24,6 +25,12 @@ from trouterd.batching.report import Report, Step
 from trouterd.config import Batching, Config, Model, Route, Server
 
 NAMES = ("small", "large")
+
+
+@pytest.fixture(autouse=True)
+def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulated daemons keep what the throughput model promises: small gains of waiting are real here."""
+    monkeypatch.setattr(controller_module, "WAITING", GAIN)
 
 
 def group(*, shares: bool = False) -> Group:
@@ -117,6 +124,20 @@ def test_it_finds_the_plan_of_the_true_parameters(active: int) -> None:
         assert feasible([controller.lists[name][n - 1] for name in NAMES], n)
     assert controller.lists["large"][0] == 1
     assert controller.lingers["large"] == pytest.approx(2 * 27.9e-3, rel=0.1)
+
+
+def test_promises_of_waiting_are_not_taken_at_their_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller_module, "WAITING", WAITING)
+    waits = {}
+    for share in (0.35, 0.54):
+        network = Network.pair((StepTime.affine(6.0e-3), StepTime.affine(27.9e-3)), share)
+        predictor, planned = Predictor(network, 8), plan(network, 8).thresholds(8)
+        promise = predictor.steps_per_second(8, planned) / predictor.steps_per_second(8, (1, 1)) - 1
+        assert promise > 3 * GAIN
+        controller = Controller(group())
+        run(controller, Daemon(network, 8), 30)
+        waits[promise > WAITING] = any(max(values) > 1 for values in controller.lists.values())
+    assert waits == {True: True, False: False}
 
 
 def test_eager_stays_where_waiting_gains_nothing() -> None:
