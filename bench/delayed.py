@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.daemon import Served, running
-from bench.load import Stream
+from bench.endpoint import Address, Connection
 from trouterd.batching.launch import clamp
 from trouterd.batching.network import Network, StepTime
 from trouterd.batching.policies import Synchronous
@@ -76,11 +76,19 @@ class Report:
 
 
 class Link:
-    """A control connection for a whole measurement."""
+    """A control connection for a whole measurement.
+
+    Raises:
+        RuntimeError: nobody listens there.
+    """
 
     def __init__(self, served: Served) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.connect(str(served.control))
+        try:
+            self._socket.connect(str(served.control))
+        except OSError as error:
+            self._socket.close()
+            raise RuntimeError(f"no daemon answers at {served.control}: {error.strerror or error}") from error
 
     def call(self, verb: str, **args: Any) -> Any:
         """The answer to a verb.
@@ -209,11 +217,10 @@ async def _window(link: Link, seconds: float, count: int, pattern: str, how: str
 @asynccontextmanager
 async def _load(served: Served, pattern: str, count: int) -> AsyncIterator[None]:
     """Streams that are under way inside the block."""
-    loop = asyncio.get_running_loop()
-    ends = [await loop.create_unix_connection(Stream, str(served.socket)) for _ in range(count)]
+    connections = [Connection(Address.of(f"unix:{served.socket}")) for _ in range(count)]
     asks = [
-        asyncio.ensure_future(protocol.ask(transport, _body(pattern, number)))
-        for number, (transport, protocol) in enumerate(ends)
+        asyncio.ensure_future(connection.ask("POST", "/v1/completions", _body(pattern, number), lambda *_: None))
+        for number, connection in enumerate(connections)
     ]
     try:
         yield
@@ -222,8 +229,6 @@ async def _load(served: Served, pattern: str, count: int) -> AsyncIterator[None]
     finally:
         for ask in asks:
             ask.cancel()
-        for transport, _ in ends:
-            transport.abort()
         await asyncio.gather(*asks, return_exceptions=True)
 
 
