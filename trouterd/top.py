@@ -106,7 +106,7 @@ def _live(interval: float, look: Look, before: Mapping[str, Any]) -> int:
         while True:
             time.sleep(interval)
             now = look()
-            live.update(Text("\n".join(lines(rates(before, now)))), refresh=True)
+            live.update(Text("\n".join(lines(rates(before, now))), no_wrap=True, overflow="crop"), refresh=True)
             before = now
 
 
