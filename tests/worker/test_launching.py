@@ -24,6 +24,7 @@ from trouterd.config import Route
 from trouterd.worker.active import ActiveCounts
 from trouterd.worker.launching import Launching
 from trouterd.worker.scheduler import Chunk, Scheduler
+from trouterd.worker.stats import Stats
 from trouterd.worker.stepper import NEVER
 
 SMALL = [10 + i for i in range(64)]
@@ -227,6 +228,14 @@ def test_relaxed_a_member_of_the_last_batch_is_enough() -> None:
     assert model.rule.due(5.02, in_flight=False) == pytest.approx(5.07)
     model.running.append(Item(2))
     assert model.rule.due(5.03, in_flight=False) == 0.0
+
+
+def test_a_hand_off_without_a_step_is_no_run() -> None:
+    """Of a request whose first token another model writes."""
+    stats = Stats()
+    stats.handoff(0, 1, 0, 0)
+    stats.handoff(0, 1, 3, 3)
+    assert (stats.handoffs[0, 1], dict(stats.runs)) == (2, {3: 1})
 
 
 # Whole workers

@@ -60,9 +60,10 @@ class Stats:
         self.tokens += count
 
     def handoff(self, source: int, target: int, suffix: int, run: int) -> None:
-        """Count one hand-off sent, of `suffix` tokens and after `run` steps."""
+        """Count one hand-off sent, of `suffix` tokens and after `run` steps; 0: the request went on without a step here."""
         self.handoffs[source, target] += 1
-        self.runs[min(run, LONGEST_RUN)] += 1
+        if run:
+            self.runs[min(run, LONGEST_RUN)] += 1
         self.suffix_tokens += suffix
 
     def handoff_started(self, seconds: float) -> None:
