@@ -217,6 +217,19 @@ def test_behind_a_step_in_flight_its_own_requests_count_as_the_share_that_stays(
     assert model.rule.due(5.01, in_flight=False) == 0.0  # the step has ended, and its request stays
 
 
+def test_who_found_no_room_goes_on_waiting_whoever_else_was_launched() -> None:
+    model = Model([1, 1, 2, 2], 0.05)
+    model.active.total = 4
+    left, *others = [Item(0), *[Item(rid, chained=True) for rid in range(1, 4)]]
+    model.running += [left, *others]
+    assert model.rule.due(5.0, in_flight=True) == 0.0
+    model.rule.launched(chunks(others), 5.0)
+    model.running[:] = [left]
+    assert model.rule.due(5.02, in_flight=True) == pytest.approx(5.05)
+    model.rule.launched(chunks([left]), 5.05)
+    assert model.rule.due(5.06, in_flight=True) == pytest.approx(5.11)
+
+
 def test_relaxed_a_member_of_the_last_batch_is_enough() -> None:
     model = Model([1, 2, 3], 0.05)
     model.rule.configure([1, 2, 3], 0.05, relax=True)
