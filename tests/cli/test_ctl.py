@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
+import pty
 import socket
+import struct
 import subprocess
+import termios
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -261,3 +266,23 @@ def test_an_interrupted_plan_is_no_traceback(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(command, "survey", interrupted)
     plan = ["batching", "plan", "--p", "0.35", "--latency-ms", "6,28", "--concurrency", "4"]
     assert ctl.main(plan) == ctl.EXIT_FAILURE
+
+
+@pytest.mark.parametrize("term", ["dumb", "xterm"])
+def test_top_on_a_small_terminal(fake: FakeDaemon, tmp_path: Path, term: str) -> None:
+    """Nothing is wrapped; one that cannot be redrawn gets lines."""
+    fake(Reply(id=1, result=look(1, 100, 1.0)), Reply(id=1, result=look(2, 100, 2.0)), None)
+    arguments = [*module_command("trouterd.ctl", "--control", str(tmp_path / "d.ctl"), "top", "--interval", "0.05")]
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 3, 12, 0, 0))
+    process = subprocess.Popen(arguments, env=environment(TERM=term), stdout=theirs, stderr=subprocess.PIPE, text=True)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # how a terminal ends
+        while piece := os.read(ours, 4096):
+            shown += piece
+    os.close(ours)
+    _, errors = process.communicate(timeout=30)
+    assert errors == "trouterctl: the daemon did not answer: it closed the connection\n"
+    assert (b"TOKEN/S" in shown) == (term == "dumb")
+    assert b"small  2.5" in shown
