@@ -113,6 +113,7 @@ def test_measured_step_times(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     [
         ("{}", "not a result of bench.step"),
         ("[1", "not a result of bench.step"),
+        ("[" * 100_000, "not a result of bench.step"),
         ('{"decode": []}', "no decode step was measured"),
         ('{"decode": [{"batch": 1, "context": 5, "wall_ms": -1}]}', "not a result of bench.step"),
         (None, "No such file"),
