@@ -13,7 +13,6 @@ import msgspec
 
 from trouterd.config import Section
 
-
 _MOST_SHOWN = 120
 """Characters of a value in a message."""
 

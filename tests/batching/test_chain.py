@@ -86,7 +86,7 @@ def test_refusals() -> None:
 
 @pytest.mark.parametrize("rare", [1e-4, 1e-7, 1e-10])
 def test_rare_moves(rare: float) -> None:
-    """They settle too slowly for products. Of four requests, two wait in turn until a third comes: 4, 3 and 2 are left meanwhile."""
+    """They settle too slowly for products. Of four requests, two wait in turn until a third comes: 4, 3, 2 are left."""
     pair = Network.pair((StepTime.affine(6.0e-3), StepTime.affine(27.9e-3)), rare)
     # A third of each round's hand-overs happens with each of these numbers; 1 / rare small steps of requests lie between two.
     expected = 3 / (6.0e-3 * (1 / 4 + 1 / 3 + 1 / 2))

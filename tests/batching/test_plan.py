@@ -107,7 +107,9 @@ def test_survey_names_its_methods() -> None:
 
 
 @pytest.mark.parametrize(("models", "most"), [(3, 300), (4, 200), (6, 400)])
-def test_survey_looks_at_a_limited_number_of_thresholds(models: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_survey_looks_at_a_limited_number_of_thresholds(
+    models: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each may be a simulation."""
 
     def judge(_: Predictor, active: int, thresholds: tuple[int, ...]) -> Judged:

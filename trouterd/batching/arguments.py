@@ -119,7 +119,10 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--gpus", type=_count, metavar="N", help="GPUs paid for (one per model; one in all with contention)"
     )
     plan.add_argument(
-        "--max-batch", type=_count, metavar="N", help="largest threshold to try; batches themselves take all that is ready"
+        "--max-batch",
+        type=_count,
+        metavar="N",
+        help="largest threshold to try; batches themselves take all that is ready",
     )
     plan.set_defaults(local=_run_plan)
 

@@ -60,9 +60,9 @@ class Stats:
         self.tokens += count
 
     def handoff(self, source: int, target: int, suffix: int, run: int) -> None:
-        """Count one hand-off sent, of `suffix` tokens and after `run` steps; 0: the request went on without a step here."""
+        """Count one hand-off sent, of `suffix` tokens and after `run` steps."""
         self.handoffs[source, target] += 1
-        if run:
+        if run:  # the request was not sent on at once
             self.runs[min(run, LONGEST_RUN)] += 1
         self.suffix_tokens += suffix
 
