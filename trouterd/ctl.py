@@ -15,6 +15,7 @@ from trouterd.batching.arguments import add_actions
 from trouterd.control import Call, ControlError, Frame, Reply, pack_frame, receive_frame
 from trouterd.table import cell, table
 from trouterd.top import add_top
+from trouterd.tracing.command import add_trace
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_NO_DAEMON, EXIT_REFUSED = range(5)
 ANSWER_TIMEOUT = 30.0
@@ -25,34 +26,44 @@ The control socket is the one of --control, else of $TROUTERD_CONTROL, else of t
 Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no daemon answers on the socket, 4 refused (not live, out of range)."""
 
 
+class AnswerError(Exception):
+    """The daemon could not do, or refused, what a verb of several calls has asked."""
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(reply.error)
+        self.code = EXIT_REFUSED if reply.refused else EXIT_FAILURE
+
+
 class NoDaemonError(Exception):
     """Nobody answers on the control socket, or there is none to ask."""
+
+    code = EXIT_NO_DAEMON
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `trouterctl`; returns the exit code."""
-    defaults = argparse.Namespace(control="", json=False, wait=False, local=None, watch=None, changes=None)
+    defaults = argparse.Namespace(control="", json=False, wait=False, local=None, converse=None, changes=None)
     options = _parser().parse_args(argv, defaults)
     try:
         code = int(options.local(options)) if options.local is not None else _call(options)
         sys.stdout.flush()
-    except NoDaemonError as error:
-        return _complain(str(error), EXIT_NO_DAEMON)
+    except (NoDaemonError, AnswerError) as error:
+        return _complain(str(error), error.code)
     except ControlError as error:
         return _complain(f"the daemon did not answer: {error}", EXIT_FAILURE)
     except BrokenPipeError:  # `trouterctl status | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     except KeyboardInterrupt:  # the usual end of `top`
-        return EXIT_OK if options.watch is not None else EXIT_FAILURE
+        return EXIT_OK if options.converse is not None else EXIT_FAILURE
     return code
 
 
 def _call(options: argparse.Namespace) -> int:
     """Everything that asks the daemon; returns the exit code."""
     with _connect(_control_path(options.control)) as link:
-        if options.watch is not None:
-            return int(options.watch(options, lambda: _answer(_ask(link, "batching", {}))))
+        if options.converse is not None:
+            return int(options.converse(options, lambda verb, **args: _answer(_ask(link, verb, args))))
         replies = _replies(link, options)
         reply = replies[-1]
         if options.wait and not reply.error:
@@ -99,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     add("flush-cache", "forget all cached prefixes that no request uses")
     add_actions(add("batching", "delayed batching: thresholds and what they are worth"), shared)
     add_top(add("top", "batch sizes, queues and rates of every model, live"))
+    add_trace(add("trace", "record a timeline of every model's steps, and print where the time went"))
     return parser
 
 
@@ -170,7 +182,7 @@ def _replies(link: socket.socket, options: argparse.Namespace) -> list[Reply]:
 
 def _answer(reply: Reply) -> Any:
     if reply.error:
-        raise ControlError(reply.error)
+        raise AnswerError(reply)
     return reply.result
 
 

@@ -27,7 +27,7 @@ def add_top(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interval", type=_seconds, default=INTERVAL, metavar="S", help="seconds between two looks (1)"
     )
-    parser.set_defaults(watch=watch)
+    parser.set_defaults(converse=lambda options, ask: watch(options, lambda: ask("batching")))
 
 
 def watch(options: argparse.Namespace, look: Look) -> int:

@@ -65,6 +65,21 @@ class Launching:
         active = max(self._active.total, 1)
         return min(self._list[min(active, len(self._list)) - 1], active)
 
+    @property
+    def reason(self) -> Reason | None:
+        """What `due` allowed the latest launch for; None where nothing is waited for."""
+        return self._reason
+
+    @property
+    def ready(self) -> int:
+        """Requests that were ready then."""
+        return self._ready
+
+    @property
+    def holding(self) -> bool:
+        """A launch is held back."""
+        return self._held > 0
+
     def configure(self, thresholds: Sequence[int], linger: float, *, relax: bool) -> None:
         """Put a list into force; between two steps only.
 
