@@ -32,8 +32,9 @@ class Observer:
         """Begin of a step that was alone, when its outcome was seen, and its requests, 0 if it fed a prompt."""
         self._idle_since = float("inf")
         """From then on the model had nothing to do, if it is not in a step now."""
-        self._waited, self._waited_seconds = 0, 0.0
-        self._handed, self._handed_seconds = 0, 0.0
+        self.waited, self.waited_seconds = 0, 0.0
+        self.handed, self.handed_seconds = 0, 0.0
+        """As in `Report`."""
 
     def note(self, outcome: Outcome, begin: float, now: float) -> None:
         """A step has ended; to be called before it changes its requests.
@@ -61,8 +62,8 @@ class Observer:
         self._idle_since = now
         self._add(begin, now, requests)
         if self._stats.handed_at >= seen:
-            self._handed += 1
-            self._handed_seconds += now - self._stats.handed_at
+            self.handed += 1
+            self.handed_seconds += now - self._stats.handed_at
 
     def awaited(self, chunks: Sequence[Chunk], sent: float, now: float) -> None:
         """A step is launched for hand-offs, and nothing else runs.
@@ -73,8 +74,8 @@ class Observer:
             now: the same clock.
         """
         if sent > self._idle_since and all(map(_no_prompt, chunks)):
-            self._waited += 1
-            self._waited_seconds += now - sent
+            self.waited += 1
+            self.waited_seconds += now - sent
 
     def _add(self, begin: float, end: float, requests: int) -> None:
         self.busy_seconds += end - begin
@@ -93,10 +94,10 @@ class Observer:
             moves={target: count for (_, target), count in stats.handoffs.items()},
             runs=dict(stats.runs),
             steps=list(self._steps),
-            waited=self._waited,
-            waited_seconds=self._waited_seconds,
-            handed=self._handed,
-            handed_seconds=self._handed_seconds,
+            waited=self.waited,
+            waited_seconds=self.waited_seconds,
+            handed=self.handed,
+            handed_seconds=self.handed_seconds,
         )
         self._steps.clear()
         return report
