@@ -149,7 +149,8 @@ def may_use_megakernel(name: str, config: Config, host: Host) -> bool:
 
     The kernel's blocks wait for each other, so that all of them must be on the GPU at once. Two such kernels side by side
     could each hold what the other waits for: of models that share a GPU one alone gets it, the one that says "on" or else
-    the one with the most weights, whose steps gain most by it.
+    the one with the fewest weights: it takes most steps, and gains most where steps are short. A large model that is visited
+    feeds some tokens of every request at once, more rows than the kernel is fast at.
 
     Raises:
         ModelError: the model says "on" and cannot, with the reason.
@@ -171,7 +172,7 @@ def _megakernel_owner(config: Config, gpu: int, host: Host) -> str:
     able = [
         name for name, model in models.items() if model.megakernel == "auto" and not megakernel_problem(model, host)
     ]
-    return max(able, key=lambda name: weights_per_gpu(models[name]), default="")
+    return min(able, key=lambda name: weights_per_gpu(models[name]), default="")
 
 
 def megakernel_problem(model: Model, host: Host) -> str:
