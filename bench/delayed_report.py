@@ -14,7 +14,17 @@ def markdown(report: Report) -> Iterable[str]:
     wanted, delays = (" and ".join(f"{ms:.2f}" for ms in row) for row in (report.step_ms, report.delays_ms))
     yield f"Scripted steps that were to take {wanted} ms (delays of {delays} ms); windows of {report.seconds:g} s, in turns."
     yield ""
-    counts = ("token/s", "predicted", "error", "x eager", "mean batches", "steps, ms", "hand-off, ms", "hand-overs", "others")
+    counts = (
+        "token/s",
+        "predicted",
+        "error",
+        "x eager",
+        "mean batches",
+        "steps, ms",
+        "hand-off, ms",
+        "hand-overs",
+        "others",
+    )
     head = ("pattern", "requests", "how", "B", "windows", *counts)
     yield f"| {' | '.join(head)} |"
     yield "|---|---:|---|" + "---:|" * (len(head) - 3)
@@ -91,15 +101,22 @@ def plots(report: Report, folder: Path) -> list[Path]:
 
 def _curves(report: Report) -> Mapping[str, Mapping[str, float]]:
     tries = [run for run in report.runs if run.pattern == "geometric" and run.how != "controller"]
-    return {f"{count} requests": _over_eager([run for run in tries if run.requests == count]) for count in report.synchronous}
+    return {
+        f"{count} requests": _over_eager([run for run in tries if run.requests == count])
+        for count in report.synchronous
+    }
 
 
 def _patterns(report: Report) -> Mapping[str, Mapping[str, float]]:
     hows = ("eager", "B*", "controller")
-    seen = [pattern for pattern in PATTERNS if any(run.pattern == pattern and run.how == hows[-1] for run in report.runs)]
+    seen = [
+        pattern for pattern in PATTERNS if any(run.pattern == pattern and run.how == hows[-1] for run in report.runs)
+    ]
     middle = {run.requests for run in report.runs if run.how == hows[-1]}
     return {
-        pattern: _over_eager([r for r in report.runs if r.pattern == pattern and r.how in hows and r.requests in middle])
+        pattern: _over_eager(
+            [r for r in report.runs if r.pattern == pattern and r.how in hows and r.requests in middle]
+        )
         for pattern in seen
     }
 

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -166,6 +167,30 @@ def test_step_times_routing_and_commits_are_those_of_the_daemon() -> None:
         for batch in (1, 4, 8, 16):
             assert got.of(batch) == pytest.approx(true.of(batch), rel=0.03)
     assert found.contention == (0.0, 0.0)
+
+
+def test_the_time_of_a_hand_off_is_what_lies_between_both_sides() -> None:
+    estimator, daemon = Estimator(group()), Daemon(paper_pair(), 8)
+    for second in range(20):
+        reports = daemon.reports()
+        for name, waited in (("small", 0.5e-3), ("large", 1.1e-3)):
+            times = {"waited": 10 * second, "waited_seconds": 10 * second * waited}
+            times |= {"handed": 40 * second, "handed_seconds": 40 * second * 0.3e-3}
+            reports[name] = msgspec.structs.replace(reports[name], **times)
+        estimator.observe(reports)
+        found = estimator.network()
+        if second == 1:
+            assert found is not None
+            assert found.handoff == pytest.approx(0.5e-3, rel=0.01)
+    assert found is not None
+    # Counts of the entry, which takes more steps, are forgotten sooner.
+    assert 0.5e-3 < found.handoff < 0.65e-3
+    # What a sender does after the sending may take longer than the way.
+    for learned in estimator.learned.values():
+        learned.handed_seconds = learned.handed
+    late = estimator.network()
+    assert late is not None
+    assert late.handoff == 0
 
 
 def test_contention_is_told_from_steps_that_ran_alone_and_together() -> None:

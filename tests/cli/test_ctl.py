@@ -186,7 +186,7 @@ def test_batching_show(fake: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> 
         ["small", ">", "large:", "settled"],
         ["token/s:", "measured", "150.0,", "predicted", "160.0,", "ideal", "200.0", "at", "4.0", "active", "requests"],
         ["small:", "step", "6.00", "ms,", "goes", "on", "to", "0.650", "0.350,", "contention", "0.00"],
-        "hand-off 0.25 ms; waiting has reached 97% of what was promised".split(),
+        ["hand-off", "0.25", "ms;", "waiting", "has", "reached", "97%", "of", "what", "was", "promised"],
     ]
 
 

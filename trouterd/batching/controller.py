@@ -35,7 +35,6 @@ MOST_LINGER = 1.0
 """Seconds."""
 
 
-
 class Kept(msgspec.Struct):
     """What one group keeps between two runs of the daemon."""
 

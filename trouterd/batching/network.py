@@ -161,7 +161,9 @@ class Network:
 
     def handoffs_per_step(self, shares: Sequence[float]) -> float:
         """Hand-offs per request's step where the models have these shares of all steps."""
-        return sum(share * (1 - row[model]) for model, (share, row) in enumerate(zip(shares, self.routing, strict=True)))
+        return sum(
+            share * (1 - row[model]) for model, (share, row) in enumerate(zip(shares, self.routing, strict=True))
+        )
 
     def slowest(self, concurrency: int) -> int:
         """The model with the longest step over all requests; of equal ones the last."""
