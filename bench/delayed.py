@@ -86,6 +86,8 @@ class Report:
     """That steps were meant to take."""
     delays_ms: tuple[float, ...]
     """Of the scripts."""
+    calibration_others: float
+    """CPUs that other programs kept busy while those were found."""
     seconds: float
     runs: list[Run] = field(default_factory=list)
     synchronous: dict[int, float] = field(default_factory=dict)
@@ -134,13 +136,13 @@ def measure(settings: Settings) -> Report:
     """Run everything."""
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
-        delays = settings.step_ms
+        delays, others = settings.step_ms, 0.0
         for _ in range(CALIBRATIONS):
             with running(folder, configuration(folder, delays)) as served:
                 run = asyncio.run(_Bench(served, settings).calibration())
-            least = zip(delays, settings.step_ms, run.step_ms, strict=True)
-            delays = tuple(max(delay + wanted - taken, 0.0) for delay, wanted, taken in least)
-        report = Report(settings.step_ms, delays, settings.seconds)
+            found = zip(delays, settings.step_ms, run.step_ms, strict=True)
+            delays, others = tuple(max(delay + wanted - taken, 0.0) for delay, wanted, taken in found), run.others
+        report = Report(settings.step_ms, delays, others, settings.seconds)
         with running(folder, configuration(folder, delays)) as served:
             asyncio.run(_Bench(served, settings).run(report))
     return report

@@ -12,7 +12,8 @@ from bench.delayed import PATTERNS, Report, Run
 def markdown(report: Report) -> Iterable[str]:
     """As text, by lines: medians of the windows of one kind, with the least and the most in brackets where it matters."""
     wanted, delays = (" and ".join(f"{ms:.2f}" for ms in row) for row in (report.step_ms, report.delays_ms))
-    yield f"Scripted steps that were to take {wanted} ms (delays of {delays} ms); windows of {report.seconds:g} s, in turns."
+    yield f"Scripted steps that were to take {wanted} ms; windows of {report.seconds:g} s, in turns."
+    yield f"Delays of {delays} ms, found while other programs kept {report.calibration_others:.2f} CPUs busy."
     yield ""
     counts = (
         "token/s",
@@ -31,9 +32,9 @@ def markdown(report: Report) -> Iterable[str]:
     for runs in kinds(report.runs):
         yield f"| {' | '.join(_cells(runs))} |"
     yield ""
-    yield "Others: CPUs that other programs kept busy, most of any window."
+    yield "Others: CPUs that other programs kept busy, most of any window. Step times of the eager windows, simulated:"
     for count, rate in report.synchronous.items():
-        yield f"Models that step together, {count} requests: {rate:.1f} token/s, simulated with the step times of the eager windows."
+        yield f"Models that step together, {count} requests: {rate:.1f} token/s."
 
 
 def kinds(runs: Iterable[Run]) -> Iterable[list[Run]]:

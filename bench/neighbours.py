@@ -34,10 +34,10 @@ class Neighbours:
         fields = Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]
         user, nice, system, _, _, interrupt, soft, steal = map(int, fields)
         total = user + nice + system + interrupt + soft + steal
-        return (total - sum(map(_ticks, self._own))) / _TICKS
+        return (total - sum(map(ticks, self._own))) / _TICKS
 
 
-def _ticks(pid: int) -> int:
-    """User and system time of a process with its ended children."""
+def ticks(pid: int) -> int:
+    """User and system time of a process and its ended children, in ticks of the clock."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11:15]))

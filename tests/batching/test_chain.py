@@ -97,9 +97,10 @@ def test_hand_offs_in_the_simulator(moves: tuple[float, float], handoff: float) 
 
 
 def test_refusals() -> None:
+    times = tuple(map(StepTime.affine, (1.0, 2.0, 4.0)))
+    three = Network(times, ((0.5, 0.3, 0.2),) * 3, keep_commit(3), handoff=0.1)
     with pytest.raises(ChainError, match="three or more models"):
-        times = tuple(map(StepTime.affine, (1.0, 2.0, 4.0)))
-        solve(Network(times, ((0.5, 0.3, 0.2),) * 3, keep_commit(3), handoff=0.1), 2, (1, 1, 1))
+        solve(three, 2, (1, 1, 1))
     with pytest.raises(ChainError, match="on its way"):
         solve(Network.pair((StepTime.affine(6), StepTime.affine(28)), 0.35, handoff=15), 2, (1, 1))
     with pytest.raises(ValueError, match="not feasible"):

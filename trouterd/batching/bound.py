@@ -36,8 +36,8 @@ def ideal(network: Network, concurrency: int, shares: Sequence[float] | None = N
 
 
 def _without_waiting(shares: Floats, times: Floats, sizes: Floats, away: float) -> float:
-    """Requests that are in a step or, for `away` seconds per step, on their way are at most N, and a model's batches are at least as
-    large as its flow in one step.
+    """Requests that are in a step or, for `away` seconds per step, on their way are at most N; batches are as large as a model's
+    flow in one step at least.
 
     With steps of a + c b seconds and flow x, batches have x (a + c b) requests at least, in the mean: b >= x a / (1 - c x).
     """
