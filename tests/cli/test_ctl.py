@@ -177,6 +177,8 @@ def look(steps: int, tokens: int, now: float) -> dict[str, Any]:
         "routing": {"small": [0.65, 0.35]},
         "step_ms": {"small": 6.0},
         "contention": {"small": 0.0},
+        "handoff_ms": 0.25,
+        "trust": 0.97,
     }
     return {"models": {"small": model, "large": {"error": "large is down"}}, "controller": {"groups": [group]}}
 
@@ -192,6 +194,7 @@ def test_batching_show(fake: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> 
         ["small", ">", "large:", "settled"],
         ["token/s:", "measured", "150.0,", "predicted", "160.0,", "ideal", "200.0", "at", "4.0", "active", "requests"],
         ["small:", "step", "6.00", "ms,", "goes", "on", "to", "0.650", "0.350,", "contention", "0.00"],
+        ["hand-off", "0.25", "ms;", "waiting", "has", "reached", "97%", "of", "what", "was", "promised"],
     ]
 
 
