@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trouterd.batching.arguments import add_actions
-from trouterd.control import Call, ControlError, Reply, pack_frame, receive_frame
+from trouterd.control import Call, ControlError, Frame, Reply, pack_frame, receive_frame
 from trouterd.table import cell, table
 from trouterd.top import add_top
 from trouterd.tracing.command import add_trace
@@ -44,35 +44,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `trouterctl`; returns the exit code."""
     defaults = argparse.Namespace(control="", json=False, wait=False, local=None, converse=None, changes=None)
     options = _parser().parse_args(argv, defaults)
-    if options.local is not None:
-        return int(options.local(options))
     try:
-        with _connect(_control_path(options.control)) as link:
-            if options.converse is not None:
-                return int(options.converse(options, lambda verb, **args: _answer(_ask(link, verb, args))))
-            replies = _replies(link, options)
-            reply = replies[-1]
-            if options.wait and not reply.error:
-                link.settimeout(None)
-                while receive_frame(link) is not None:
-                    pass
+        code = int(options.local(options)) if options.local is not None else _call(options)
+        sys.stdout.flush()
     except (NoDaemonError, AnswerError) as error:
         return _complain(str(error), error.code)
-    except KeyboardInterrupt:  # the usual end of `top`
-        return EXIT_OK
-    except (OSError, ControlError) as error:
+    except ControlError as error:
         return _complain(f"the daemon did not answer: {error}", EXIT_FAILURE)
-    if reply.error:
-        return _complain(reply.error, EXIT_REFUSED if reply.refused else EXIT_FAILURE)
-    try:
-        printer = _PRINTERS["set" if options.changes else options.verb]
-        lines = (
-            [json.dumps(reply.result)] if options.json else [line for one in replies for line in printer(one.result)]
-        )
-        sys.stdout.write("".join(f"{line}\n" for line in lines))
-        sys.stdout.flush()
     except BrokenPipeError:  # `trouterctl status | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+    except KeyboardInterrupt:  # the usual end of `top`
+        return EXIT_OK if options.converse is not None else EXIT_FAILURE
+    return code
+
+
+def _call(options: argparse.Namespace) -> int:
+    """Everything that asks the daemon; returns the exit code."""
+    with _connect(_control_path(options.control)) as link:
+        if options.converse is not None:
+            return int(options.converse(options, lambda verb, **args: _answer(_ask(link, verb, args))))
+        replies = _replies(link, options)
+        reply = replies[-1]
+        if options.wait and not reply.error:
+            link.settimeout(None)
+            while _receive(link) is not None:
+                pass
+    if reply.error:
+        return _complain(reply.error, EXIT_REFUSED if reply.refused else EXIT_FAILURE)
+    printer = _PRINTERS["set" if options.changes else options.verb]
+    lines = [json.dumps(reply.result)] if options.json else [line for one in replies for line in printer(one.result)]
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
     return EXIT_OK
 
 
@@ -148,9 +150,19 @@ def _connect(path: Path) -> socket.socket:
     return link
 
 
+def _receive(link: socket.socket) -> Frame | None:
+    try:
+        return receive_frame(link)
+    except OSError as error:
+        raise ControlError(str(error)) from error
+
+
 def _ask(link: socket.socket, verb: str, args: dict[str, Any]) -> Reply:
-    link.sendall(pack_frame(Call(id=1, verb=verb, args=args)))
-    reply = receive_frame(link)
+    try:
+        link.sendall(pack_frame(Call(id=1, verb=verb, args=args)))
+    except OSError as error:
+        raise ControlError(str(error)) from error
+    reply = _receive(link)
     if not isinstance(reply, Reply):
         raise ControlError("it closed the connection" if reply is None else f"it sent {type(reply).__name__}")
     return reply
@@ -287,6 +299,9 @@ def _batching_lines(answer: Mapping[str, Any]) -> Iterable[str]:
         if "error" not in model
     ]
     yield from table(("MODEL", "MODE", "ACTIVE", "B", "LINGER MS", "LAUNCHES BY", "LIST"), rows)
+    yield from (f"{name}: {model['error']}" for name, model in answer["models"].items() if "error" in model)
+    if "error" in answer["controller"]:
+        yield f"controller: {answer['controller']['error']}"
     for group in answer["controller"].get("groups", ()):
         yield ""
         yield f"{' > '.join(group['models'])}: {group['state']}"

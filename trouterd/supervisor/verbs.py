@@ -107,7 +107,8 @@ class Verbs:
                     await changed.call("set", undo)
                 raise Refused(f"{args['key']}: {error}") from error
             except CallError as error:
-                log.warning("set %s: %s", args["key"], error)
+                why = error if child.ready_at else f"{child.name} is starting, and applies it when it gets to it"
+                log.warning("set %s: %s", args["key"], why)
                 pending.append(child.name)
             else:
                 done.append(child)

@@ -197,12 +197,11 @@ class WorkerProcess:
 
     def _apply(self, key: str, config: Config) -> None:
         """Put one live key into force; called between two steps."""
-        section, _, rest = key.partition(".")
-        if section == "routes":
-            name = rest.partition(".")[0]
-            if name in self.worker.routes:
-                self.worker.configure(name, config.routes[name])
-        elif key == f"models.{self.name}.max_batch_tokens":
+        for name, route in config.routes.items():
+            # A name may hold dots: of a route 'a' beside one called 'a.b' too much is done, and nothing changed.
+            if name in self.worker.routes and key.startswith(f"routes.{name}."):
+                self.worker.configure(name, route)
+        if key == f"models.{self.name}.max_batch_tokens":
             self._set_max_batch_tokens(config.models[self.name].max_batch_tokens)
         self.batching.configure(config)
 
