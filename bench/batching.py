@@ -11,6 +11,7 @@ with each other, and both with a measurement of the daemon, which --daemon makes
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,8 @@ from pathlib import Path
 
 from bench.delayed import PATTERNS, Settings, measure
 from bench.delayed_report import markdown, plots
+from bench.frontier_fault import FrontierError
+from bench.frontier_plot import require_matplotlib
 from trouterd.batching.bound import ideal
 from trouterd.batching.network import Network, StepTime
 from trouterd.batching.plan import plan
@@ -51,7 +54,10 @@ _SEED = 0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compute, print, write."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if problem := _problem(options):
+        parser.error(problem)
     if options.daemon:
         given = options.requests or DAEMON_REQUESTS
         wanted = (options.seconds, options.step_ms, options.repeats, options.patterns, options.others)
@@ -87,6 +93,27 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=40_000, metavar="N", help="of a simulation, all requests together")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     return parser
+
+
+def _problem(options: argparse.Namespace) -> str:
+    """What would end a measurement, or its report after minutes; '' if nothing."""
+    if min(options.requests or REQUESTS) < 1:
+        return "--requests: numbers from 1 on"
+    if options.steps < 1:
+        return "--steps: a number from 1 on"
+    if not (0 < options.seconds < math.inf and all(0 < ms < math.inf for ms in options.step_ms)):
+        return "--seconds, --step-ms: times above 0"
+    if options.repeats < 1 or not options.others >= 0:
+        return "--repeats: a number from 1 on; --others: a number of 0 or more"
+    if options.plots is None:
+        return ""
+    if not options.daemon:
+        return "--plots: of what --daemon measures"
+    try:
+        require_matplotlib()
+    except FrontierError as error:
+        return str(error)
+    return ""
 
 
 def _times_ms(text: str) -> tuple[float, ...]:
