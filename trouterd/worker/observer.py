@@ -18,8 +18,8 @@ class Observer:
     """Steps and hand-offs until somebody asks; everything else is in the stats.
 
     A step with none queued behind it lasts until the decode loop can launch the next one, and one that was alone from the decision
-    to launch it: the model can do nothing else meanwhile. A hand-off then takes what lies between that end at its sender and the launch at a receiver that had
-    been waiting for it; each side reports how far its end is from the sending.
+    to launch it: the model can do nothing else meanwhile. A hand-off then takes what lies between that end at its sender and the
+    launch at a receiver that had been waiting for it; each side reports how far its end is from the sending.
     """
 
     def __init__(self, stats: Stats) -> None:
