@@ -103,6 +103,8 @@ def _problem(options: argparse.Namespace) -> str:
         return "--steps: a number from 1 on"
     if not (0 < options.seconds < math.inf and all(0 < ms < math.inf for ms in options.step_ms)):
         return "--seconds, --step-ms: times above 0"
+    if options.repeats < 1 or not options.others >= 0:
+        return "--repeats: a number from 1 on; --others: a number of 0 or more"
     if options.plots is None:
         return ""
     if not options.daemon:

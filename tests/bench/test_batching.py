@@ -65,26 +65,6 @@ def test_report_of_the_daemon(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--requests", "4,0"], "--requests: numbers from 1 on"),
-        (["--steps", "0"], "--steps: a number from 1 on"),
-        (["--daemon", "--seconds", "nan"], "times above 0"),
-        (["--daemon", "--step-ms", "6,-1"], "times above 0"),
-        (["--plots", "x"], "--plots: of what --daemon measures"),
-        (["--daemon", "--plots", "x"], "pip install 'trouterd[bench]'"),
-    ],
-)
-def test_options_are_looked_at_before_anything_is_measured(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit):
-        batching.main(arguments)
-    assert message in capsys.readouterr().err
-
-
 def test_neighbours_are_all_other_programs() -> None:
     """A process of this test's own is one of them, unless it is told to be none."""
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
@@ -98,3 +78,25 @@ def test_neighbours_are_all_other_programs() -> None:
             assert unknown.busy() > known.busy() + 0.02
         finally:
             busy.kill()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--requests", "4,0"], "--requests: numbers from 1 on"),
+        (["--steps", "0"], "--steps: a number from 1 on"),
+        (["--daemon", "--seconds", "nan"], "times above 0"),
+        (["--daemon", "--repeats", "0"], "--repeats: a number from 1 on"),
+        (["--daemon", "--patterns", "geometric,odd"], "unknown patterns ['odd']"),
+        (["--daemon", "--step-ms", "6,-1"], "times above 0"),
+        (["--plots", "x"], "--plots: of what --daemon measures"),
+        (["--daemon", "--plots", "x"], "pip install 'trouterd[bench]'"),
+    ],
+)
+def test_options_are_looked_at_before_anything_is_measured(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit):
+        batching.main(arguments)
+    assert message in capsys.readouterr().err

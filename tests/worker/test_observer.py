@@ -36,8 +36,8 @@ class Decided:
         return [True] * len(self.chunks)
 
 
-def ended(observer: Observer, begin: float, now: float, *, chunks: int = 2, seconds: float = 0.5) -> None:
-    observer.note(Decided([Fed() for _ in range(chunks)], seconds), begin, now)  # type: ignore[arg-type]
+def ended(observer: Observer, begin: float, now: float, *, seconds: float = 0.5, followed: bool = False) -> None:
+    observer.note(Decided([Fed(), Fed()], seconds), begin, now, followed=followed)  # type: ignore[arg-type]
 
 
 def test_a_step_that_was_alone_lasts_until_the_next_one_can_be_launched() -> None:
@@ -54,14 +54,16 @@ def test_a_step_that_was_alone_lasts_until_the_next_one_can_be_launched() -> Non
 
 def test_a_step_behind_another_one_took_what_the_device_says() -> None:
     observer = Observer(Stats())
-    ended(observer, 0.0, 1.5, seconds=0.25)
-    observer.ready(1.75)
-    assert [(step.begin, step.seconds) for step in observer.report(2.0, 3, 0).steps] == [(1.25, 0.25)]
+    ended(observer, 0.0, 1.5, seconds=0.25, followed=True)
+    ended(observer, 0.0, 1.75, seconds=0.25)
+    observer.ready(2.0)
+    assert [(step.begin, step.seconds) for step in observer.report(2.0, 3, 0).steps] == [(1.25, 0.25), (1.5, 0.5)]
+    assert observer.busy_seconds == 0.75
 
 
 def test_prompts_are_busy_time_but_no_sample_of_a_step() -> None:
     observer = Observer(Stats())
-    observer.note(Decided([Fed(first=0)], 0.5), 1.0, 1.5)  # type: ignore[arg-type]
+    observer.note(Decided([Fed(first=0)], 0.5), 1.0, 1.5, followed=False)  # type: ignore[arg-type]
     observer.ready(2.0)
     assert observer.busy_seconds == 1.0
     assert observer.report(2.0, 3, 0).steps == []

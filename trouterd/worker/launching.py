@@ -58,11 +58,6 @@ class Launching:
         return self._list
 
     @property
-    def lingered(self) -> bool:
-        """The launch that `due` allowed is one of requests that have waited long enough."""
-        return self._reason is Reason.LINGER
-
-    @property
     def threshold(self) -> int:
         """B for the present number of active requests."""
         if not self._list:

@@ -17,9 +17,9 @@ STEPS = 1024
 class Observer:
     """Steps and hand-offs until somebody asks; everything else is in the stats.
 
-    A step that is alone lasts from the decision to launch it until the decode loop can launch the next one: the model can do
-    nothing else meanwhile. A hand-off then takes what lies between that end at its sender and the launch at a receiver that had
-    been waiting for it; each side reports how far its end is from the sending.
+    A step with none queued behind it lasts until the decode loop can launch the next one, and one that was alone from the decision
+    to launch it: the model can do nothing else meanwhile. A hand-off then takes what lies between that end at its sender and the
+    launch at a receiver that had been waiting for it; each side reports how far its end is from the sending.
     """
 
     def __init__(self, stats: Stats) -> None:
@@ -29,14 +29,14 @@ class Observer:
         """Of all steps, what they cost around the model included."""
         self._steps: deque[Step] = deque(maxlen=STEPS)
         self._open: tuple[float, float, int] | None = None
-        """Begin of a step that was alone, when its outcome was seen, and its requests, 0 if it fed a prompt."""
+        """Begin of a step with none behind it, when its outcome was seen, and its requests, 0 if it fed a prompt."""
         self._idle_since = float("inf")
         """From then on the model had nothing to do, if it is not in a step now."""
         self.waited, self.waited_seconds = 0, 0.0
         self.handed, self.handed_seconds = 0, 0.0
         """As in `Report`."""
 
-    def note(self, outcome: Outcome, begin: float, now: float) -> None:
+    def note(self, outcome: Outcome, begin: float, now: float, *, followed: bool) -> None:
         """A step has ended; to be called before it changes its requests.
 
         Args:
@@ -44,14 +44,16 @@ class Observer:
             begin: when the decode loop decided to launch it, if it was alone then. 0: it was queued behind another step, and took
                 what the device says.
             now: time.monotonic().
+            followed: another step was queued behind it.
         """
         self._decisions += sum(outcome.alive)
         requests = len(outcome.chunks) if all(map(_no_prompt, outcome.chunks)) else 0
+        begin = begin or now - outcome.seconds
         self._idle_since = now
-        if begin:
-            self._open = begin, now, requests
+        if followed:
+            self._add(begin, now, requests)
         else:
-            self._add(now - outcome.seconds, now, requests)
+            self._open = begin, now, requests
 
     def ready(self, now: float) -> None:
         """The decode loop could launch a step now."""

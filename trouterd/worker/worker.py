@@ -13,6 +13,7 @@ from ipc.messages import NackReason
 from models.batch import ModelRunner
 from models.kv_cache import KvCache
 from models.resident import is_resident
+from trouterd.batching.launch import Reason
 from trouterd.config import Route
 from trouterd.worker.active import ActiveCounts
 from trouterd.worker.events import Command, Event, Events
@@ -168,11 +169,11 @@ class Worker:
             self._wake.clear()
             self._apply_events()
             again = await self._launch_steps()
-            # Behind the launch of the next step, which so need not wait for that.
-            self._pass_on()
             busy = self.stepper.in_flight > 0
             if self.recorder is not None:
                 self.recorder.looked(self.stepper.in_flight, held=again < NEVER)
+            # Behind the launch of the next step, which so need not wait for that.
+            self._pass_on()
             if busy:
                 await self._collect(again)
             # A visitor that delayed batching holds back is not blocked.
@@ -253,7 +254,7 @@ class Worker:
     def _commit(self, outcome: Outcome) -> None:
         if self.recorder is not None:
             self.recorder.outcome(outcome, self.stepper.in_flight)
-        self.observer.note(outcome, self._begun, time.monotonic())
+        self.observer.note(outcome, self._begun, time.monotonic(), followed=self.stepper.in_flight > 0)
         with self.outbound.together():
             self.outcomes.commit(outcome)
 
@@ -296,7 +297,7 @@ class Worker:
                 request.handoff_sent_ns = 0
             if request.is_entry and not request.warm and len(request.route.workers) > 1:
                 self.handoffs.warm(request)
-        if latest and not self.stepper.in_flight and not self.launching.lingered:
+        if latest and not self.stepper.in_flight and self.launching.reason is not Reason.LINGER:
             self.observer.awaited(chunks, latest, now)
 
     def _refuse_blocked(self) -> bool:
