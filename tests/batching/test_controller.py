@@ -130,7 +130,7 @@ def test_it_finds_the_plan_of_the_true_parameters(active: int) -> None:
     for n in range(1, len(controller.lists["small"]) + 1):
         assert feasible([controller.lists[name][n - 1] for name in NAMES], n)
     assert controller.lists["large"][0] == 1
-    assert controller.lingers["large"] == pytest.approx(2 * 27.9e-3, rel=0.1)
+    assert controller.lingers["large"] == pytest.approx(4 * 27.9e-3, rel=0.1)
 
 
 def test_small_promises_of_waiting_are_not_worth_a_change() -> None:

@@ -30,7 +30,9 @@ REPLAY = 60.0
 """Seconds between two replays of runs that are not geometric."""
 FEWEST, MOST = 16, 256
 """Requests that lists go up to, at least and at most."""
-LINGER_STEPS = 2.0
+LINGER_STEPS = 4.0
+"""Of the slowest model: a request that has just missed a launch waits for that step and until the others are back, which no threshold
+should give up for."""
 MOST_LINGER = 1.0
 """Seconds."""
 
