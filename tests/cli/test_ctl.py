@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import json
 import os
 import pty
 import socket
-import struct
 import subprocess
-import termios
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -277,8 +274,8 @@ def test_top_on_a_small_terminal(fake: FakeDaemon, tmp_path: Path, term: str) ->
     fake(Reply(id=1, result=look(1, 100, 1.0)), Reply(id=1, result=look(2, 100, 2.0)), None)
     arguments = [*module_command("trouterd.ctl", "--control", str(tmp_path / "d.ctl"), "top", "--interval", "0.05")]
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 3, 12, 0, 0))
-    process = subprocess.Popen(arguments, env=environment(TERM=term), stdout=theirs, stderr=subprocess.PIPE, text=True)
+    small = environment(TERM=term, COLUMNS="12", LINES="3")
+    process = subprocess.Popen(arguments, env=small, stdout=theirs, stderr=subprocess.PIPE, text=True)
     os.close(theirs)
     shown = b""
     with contextlib.suppress(OSError):  # how a terminal ends
