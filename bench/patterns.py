@@ -14,7 +14,7 @@ from typing import Any
 from bench.step_heads import HeadInputs, write_head
 from trouterd.batching.network import Matrix, Network, StepTime, keep_commit
 
-_DRAWN = Path(__file__).with_name("drawn.py")
+_DRAWN = "Routing decisions are drawn at the rates in the names: random weights decide nothing. Heads run at every step."
 _TRAINED = ("r2r", "citer", "collm")
 """Heads that are read from a file."""
 
@@ -102,5 +102,5 @@ RSTITCH = Pattern("R-Stitch, p = 0.347, q = 0.177", "rstitch", "rstitch", 0.347,
 PATTERNS = (R2R, R2R_10, CITER, COLLM, RSTITCH, R2R_27)
 """By importance."""
 ME = Mixture("ME, 0.5 : 0.3 : 0.2", "me", (0.5, 0.3, 0.2))
-DRAWN = "Routing decisions are drawn at the rates in the names, since random weights decide nothing; each algorithm's head runs at every step."
+DRAWN = "Routing decisions are drawn at the rates in the names: random weights decide nothing. Heads run at every step."
 """First line of every report with patterns in it."""
