@@ -15,6 +15,7 @@ Predicts the throughput of delayed-batching thresholds and finds the best ones. 
 
   trouterctl batching plan --p 0.35 --latency-ms 6.0,27.9 --concurrency 4
   trouterctl batching plan --p 0.35 --step small.json --step large.json --concurrency 16 --contention 1.8,0.06
+  trouterctl batching plan --p 0.35 --step small.json --step large.json --concurrency 1,4,16,64 --placement shared,separate
   trouterctl batching plan --matrix '.5,.3,.2;.5,.3,.2;.5,.3,.2' --commit keep --latency-ms 1+.01,3+.03,8+.05 --concurrency 8
 """
 
@@ -94,7 +95,13 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--context", type=_count, metavar="TOKENS", help="with --step: nearest measured context (shortest)"
     )
-    plan.add_argument("--concurrency", type=_count, required=True, metavar="N", help="requests in flight")
+    plan.add_argument(
+        "--concurrency",
+        type=_list_of(_count),
+        required=True,
+        metavar="LIST",
+        help="requests in flight; several numbers give a row each",
+    )
     plan.add_argument(
         "--commit",
         type=_commit,
@@ -111,8 +118,21 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         " (0: GPUs of their own; 1: time slices of one)",
     )
     plan.add_argument(
-        "--gpus", type=_count, metavar="N", help="GPUs paid for (one per model; one in all with contention)"
+        "--placement",
+        type=_list_of(_placement),
+        default=(),
+        metavar="LIST",
+        help="shared: the models of a pair on the same GPUs under MPS, 1.8,0.06 without --contention; separate: each on its own;"
+        " both give a table each",
     )
+    plan.add_argument(
+        "--gpus",
+        type=_list_of(_count),
+        default=(),
+        metavar="LIST",
+        help="GPUs paid for: of the whole deployment, or of each model (one per model; one in all with contention)",
+    )
+    plan.add_argument("--price", type=_factor, metavar="MONEY", help="of one GPU for an hour: costs are told in it too")
     plan.add_argument("--max-batch", type=_count, metavar="N", help="most requests of a batch")
     plan.set_defaults(local=_run_plan)
 
@@ -143,6 +163,12 @@ def _number(text: str, least: float, most: float, what: str) -> float:
 
 def _probability(text: str) -> float:
     return _number(text, 0, 1, "a probability")
+
+
+def _placement(text: str) -> str:
+    if text not in ("shared", "separate"):
+        raise argparse.ArgumentTypeError(f"expected shared, separate or both, got {text!r}")
+    return text
 
 
 def _factor(text: str) -> float:
