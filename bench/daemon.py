@@ -1,4 +1,4 @@
-"""A trouterd for a benchmark, and what its processes cost."""
+"""A trouterd for a benchmark, what its processes cost, and a connection to steer it by."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trouterd.control import Call, Reply, pack_frame, receive_frame
 from trouterd.daemon import READY_TIMEOUT, Daemon
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -36,15 +38,53 @@ class Served:
 
     def metrics(self) -> str:
         """What a GET of /metrics gives."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.connect(str(self.socket))
-            connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: trouterd\r\nConnection: close\r\n\r\n")
-            parts = list(iter(lambda: connection.recv(1 << 16), b""))
-        return b"".join(parts).decode()
+        return get(self.socket, "/metrics").decode()
 
     def cpu_seconds(self) -> dict[str, float]:
         """User and system time of every process of the daemon so far, by name."""
         return {process["name"]: _cpu(process["pid"]) for process in self.ctl("status")["processes"]}
+
+
+class Link:
+    """A control connection for a whole measurement, for any thread: a verb costs no process, as `Served.ctl` does."""
+
+    def __init__(self, served: Served) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.connect(str(served.control))
+        self._lock = threading.Lock()
+
+    def call(self, verb: str, **args: Any) -> Any:
+        """The answer to a verb.
+
+        Raises:
+            RuntimeError: it was refused, or failed.
+        """
+        with self._lock:
+            self._socket.sendall(pack_frame(Call(id=1, verb=verb, args=args)))
+            reply = receive_frame(self._socket)
+        if not isinstance(reply, Reply) or reply.error:
+            raise RuntimeError(f"{verb} {args}: {reply.error if isinstance(reply, Reply) else reply}")
+        return reply.result
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
+
+def get(path: Path, target: str) -> bytes:
+    """The body of a GET over a unix socket.
+
+    Raises:
+        RuntimeError: the answer is no 200.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(str(path))
+        connection.sendall(f"GET {target} HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    if b" 200 " not in head.partition(b"\r\n")[0]:
+        raise RuntimeError(f"GET {target} of {path}: {head.decode(errors='replace').splitlines()[:1]}")
+    return body
 
 
 def _cpu(pid: int) -> float:

@@ -11,8 +11,6 @@ cannot do, all models stepping together, is simulated with the same times.
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
 import tempfile
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -20,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.daemon import Served, running
+from bench.deployment import SCRIPT, Deployment, Fleet, ModelSpec, RouteSpec, serving
 from bench.load import Stream
 from trouterd.batching.launch import clamp
 from trouterd.batching.network import Network, StepTime
@@ -29,8 +27,6 @@ from trouterd.batching.predictor import Predictor
 from trouterd.batching.search import search
 from trouterd.batching.simulator import simulate
 from trouterd.batching.workload import MarkovWorkload
-from trouterd.control import Call, Reply, pack_frame, receive_frame
-from trouterd.demo import SMALL_DIRECTORY
 
 NAMES = ("small", "large")
 SHARE = 0.35
@@ -75,62 +71,27 @@ class Report:
     """Simulated tokens/s of models that step together, by requests."""
 
 
-class Link:
-    """A control connection for a whole measurement."""
-
-    def __init__(self, served: Served) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.connect(str(served.control))
-
-    def call(self, verb: str, **args: Any) -> Any:
-        """The answer to a verb.
-
-        Raises:
-            RuntimeError: it was refused, or failed.
-        """
-        self._socket.sendall(pack_frame(Call(id=1, verb=verb, args=args)))
-        reply = receive_frame(self._socket)
-        if not isinstance(reply, Reply) or reply.error:
-            raise RuntimeError(f"{verb} {args}: {reply}")
-        return reply.result
-
-    def close(self) -> None:
-        """Hang up."""
-        self._socket.close()
-
-
 def measure(requests: Sequence[int], seconds: float, step_ms: Sequence[float]) -> Report:
     """Run everything."""
     report = Report(tuple(step_ms), seconds)
-    with tempfile.TemporaryDirectory(prefix="bench-") as name:
-        folder = Path(name)
-        with running(folder, configuration(folder, step_ms)) as served:
-            asyncio.run(_measure(served, report, requests))
+    with tempfile.TemporaryDirectory(prefix="bench-") as name, serving(deployment(step_ms), Path(name)) as fleet:
+        asyncio.run(_measure(fleet, report, requests))
     return report
 
 
-def configuration(folder: Path, step_ms: Sequence[float]) -> str:
-    """Two scripted models, and one route per pattern; writes the scripts."""
-    vocabulary = json.loads((SMALL_DIRECTORY / "config.json").read_text())["vocab_size"]
-    lines = ["[server]"]
-    for name, first, delay in zip(NAMES, (100, 200), step_ms, strict=True):
-        path = folder / f"{name}.json"
-        script = {"vocab_size": vocabulary, "eos": 0, "ids": [first], "cycle": True, "delay_ms": delay}
-        sizes = {"context_length": 1 << 16, "num_pages": 1 << 16}
-        path.write_text(json.dumps(script | sizes))
-        lines += [f"[models.{name}]", f'path = "{path}"', 'format = "script"', f'tokenizer = "{SMALL_DIRECTORY}"']
-    for route, algorithm, params in (
-        ("geometric", "bernoulli", f"p = {SHARE}"),
-        ("every 3", "every_n", 'shape = "visit", n = 3'),
-        ("bursty", str(_BURSTY), ""),
-    ):
-        lines += [f'[routes."{_public(route)}"]', f"models = {json.dumps(NAMES)}", f'algorithm = "{algorithm}"']
-        lines.append(f"params = {{ {params} }}")
-    return "\n".join(lines) + "\n"
+def deployment(step_ms: Sequence[float]) -> Deployment:
+    """Two scripted models, and one route per pattern."""
+    return Deployment(
+        models=tuple(ModelSpec(name, f"{SCRIPT}{ms}") for name, ms in zip(NAMES, step_ms, strict=True)),
+        routes=(
+            RouteSpec("geometric", NAMES, "bernoulli", f"p = {SHARE}"),
+            RouteSpec("every-3", NAMES, "every_n", 'shape = "visit", n = 3'),
+            RouteSpec("bursty", NAMES, str(_BURSTY)),
+        ),
+    )
 
 
-async def _measure(served: Served, report: Report, requests: Sequence[int]) -> None:
-    link = Link(served)
+async def _measure(fleet: Fleet, report: Report, requests: Sequence[int]) -> None:
     for count in requests:
         nominal = Network.pair([StepTime.affine(ms / 1e3) for ms in report.step_ms], SHARE)
         best = search(Predictor(nominal, count), count).thresholds
@@ -140,24 +101,23 @@ async def _measure(served: Served, report: Report, requests: Sequence[int]) -> N
             "B*": best,
             "B* x 2": scaled(best, 2.0, count),
         }
-        async with _load(served, "geometric", count):
+        async with _load(fleet, "geometric", count):
             for how, thresholds in tries.items():
-                _pin(link, thresholds, count)
-                report.runs.append(await _window(link, report.seconds, count, "geometric", how, SETTLE))
+                fleet.pin(dict(zip(NAMES, thresholds, strict=True)), count)
+                report.runs.append(await _window(fleet, report.seconds, count, "geometric", how, SETTLE))
         eager = nominal_of(next(run for run in report.runs if run.requests == count))
         outcome = simulate(eager, Synchronous(), MarkovWorkload(eager.routing, count, 0), _SYNC_STEPS)
         report.synchronous[count] = outcome.tokens_per_second
     middle = requests[len(requests) // 2]
     for pattern in PATTERNS:
-        async with _load(served, pattern, middle):
-            link.call("set", key="batching.mode", value="eager")
-            report.runs.append(await _window(link, report.seconds, middle, pattern, "eager", SETTLE))
+        async with _load(fleet, pattern, middle):
+            fleet.live("batching.mode", "eager")
+            report.runs.append(await _window(fleet, report.seconds, middle, pattern, "eager", SETTLE))
             best = search(Predictor(nominal_of(report.runs[-1]), middle), middle).thresholds
-            _pin(link, best, middle)
-            report.runs.append(await _window(link, report.seconds, middle, pattern, "B*", SETTLE))
-            link.call("set", key="batching.mode", value="auto")
-            report.runs.append(await _window(link, report.seconds, middle, pattern, "controller", LEARN))
-    link.close()
+            fleet.pin(dict(zip(NAMES, best, strict=True)), middle)
+            report.runs.append(await _window(fleet, report.seconds, middle, pattern, "B*", SETTLE))
+            fleet.live("batching.mode", "auto")
+            report.runs.append(await _window(fleet, report.seconds, middle, pattern, "controller", LEARN))
 
 
 def scaled(thresholds: Sequence[int], factor: float, count: int) -> tuple[int, ...]:
@@ -170,20 +130,11 @@ def nominal_of(run: Run) -> Network:
     return Network.pair([StepTime.affine(ms / 1e3) for ms in run.step_ms], min(run.share, 1.0))
 
 
-def _pin(link: Link, thresholds: Sequence[int], count: int) -> None:
-    for name in NAMES:
-        link.call("set", key=f"models.{name}.thresholds", value=[])
-    for name, threshold in zip(NAMES, thresholds, strict=True):
-        values = [clamp(thresholds, active)[NAMES.index(name)] for active in range(1, count)] + [threshold]
-        link.call("set", key=f"models.{name}.thresholds", value=values)
-    link.call("set", key="batching.mode", value="manual")
-
-
-async def _window(link: Link, seconds: float, count: int, pattern: str, how: str, settle: float) -> Run:
+async def _window(fleet: Fleet, seconds: float, count: int, pattern: str, how: str, settle: float) -> Run:
     await asyncio.sleep(settle)
-    before = (await asyncio.to_thread(link.call, "batching"))["models"]
+    before = (await asyncio.to_thread(fleet.call, "batching"))["models"]
     await asyncio.sleep(seconds)
-    after = (await asyncio.to_thread(link.call, "batching"))["models"]
+    after = (await asyncio.to_thread(fleet.call, "batching"))["models"]
 
     def grown(name: str, key: str) -> float:
         return float(after[name][key] - before[name][key])
@@ -207,10 +158,10 @@ async def _window(link: Link, seconds: float, count: int, pattern: str, how: str
 
 
 @asynccontextmanager
-async def _load(served: Served, pattern: str, count: int) -> AsyncIterator[None]:
+async def _load(fleet: Fleet, pattern: str, count: int) -> AsyncIterator[None]:
     """Streams that are under way inside the block."""
     loop = asyncio.get_running_loop()
-    ends = [await loop.create_unix_connection(Stream, str(served.socket)) for _ in range(count)]
+    ends = [await loop.create_unix_connection(Stream, str(fleet.served.socket)) for _ in range(count)]
     asks = [
         asyncio.ensure_future(protocol.ask(transport, _body(pattern, number)))
         for number, (transport, protocol) in enumerate(ends)
