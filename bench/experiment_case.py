@@ -13,9 +13,9 @@ from bench.target import Target
 
 AROUND = 1.0
 """Seconds of a window beside settling and measuring: connections, and the end of its streams."""
-TROUTERD = "trouterd"
-"""The stage of the daemon as it is."""
-LARGE, SMALL = "large", "small"
+TROUTERD, STD, SYNCHRONOUS = "trouterd", "std serving", "step-synchronous"
+"""Systems: the daemon as it is, one server per model with a dispatcher outside, and all models in step."""
+SMALL, MIDDLE, LARGE = "small", "middle", "large"
 """Subjects: a model alone."""
 
 
@@ -23,8 +23,8 @@ LARGE, SMALL = "large", "small"
 class Case:
     """One window to be measured."""
 
-    stage: str
-    """What has to run: `trouterd`, `std serving`, `no graphs`."""
+    system: str
+    """Who is under test: `trouterd`, `std serving`, `no graphs`."""
     workload: str
     subject: str
     """The route or the model that is asked: `r2r-35`, `large`."""
@@ -40,8 +40,8 @@ class Case:
 
     @property
     def key(self) -> str:
-        """For --only and messages: stage/workload/subject/batching/streams."""
-        return f"{self.stage}/{self.workload}/{self.subject}/{self.batching or '-'}/{self.streams}"
+        """For --only and messages: system/workload/subject/batching/streams."""
+        return f"{self.system}/{self.workload}/{self.subject}/{self.batching or '-'}/{self.streams}"
 
 
 class Opened(Protocol):

@@ -14,7 +14,7 @@ from typing import Any
 from bench.step_heads import HeadInputs, write_head
 from trouterd.batching.network import Matrix, Network, StepTime, keep_commit
 
-_DRAWN = "Routing decisions are drawn at the rates in the names: random weights decide nothing. Heads run at every step."
+_DRAWN = Path(__file__).with_name("drawn.py")
 _TRAINED = ("r2r", "citer", "collm")
 """Heads that are read from a file."""
 
@@ -25,16 +25,26 @@ class Pattern:
 
     name: str
     """In tables."""
-    route: str
-    """As requests name it."""
+    key: str
+    """On command lines."""
     head: str
-    """The algorithm that runs at every step."""
+    """The algorithm that runs at every step; its route has the same name, so that patterns of one head share it."""
     p: float
     """Share of the small model's steps that hand over."""
     q: float = 1.0
     """Share of the large model's steps that hand back."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Of the head, beside its checkpoint."""
+
+    @property
+    def route(self) -> str:
+        """As requests name it."""
+        return self.head
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What requests say of it."""
+        return {"route": {"params": {"p": self.p, "q": self.q}}}
 
     @property
     def algorithm_path(self) -> str:
@@ -71,9 +81,19 @@ class Mixture:
     """ME: every token's writer is drawn by weight, by the algorithm itself."""
 
     name: str
-    route: str
+    key: str
     weights: tuple[float, ...]
     """One per model, entry first."""
+
+    @property
+    def route(self) -> str:
+        """As requests name it."""
+        return self.key
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What requests say of it."""
+        return {}
 
     @property
     def algorithm_path(self) -> str:
@@ -98,7 +118,7 @@ R2R_27 = Pattern("R2R, p = 0.27", "r2r-27", "r2r", 0.27)
 R2R_10 = Pattern("R2R, p = 0.10", "r2r-10", "r2r", 0.10)
 CITER = Pattern("CITER, p = 0.135", "citer", "citer", 0.135)
 COLLM = Pattern("Co-LLM, p = 0.54", "collm", "collm", 0.54)
-RSTITCH = Pattern("R-Stitch, p = 0.347, q = 0.177", "rstitch", "rstitch", 0.347, 0.177, {"tau": 0.03})
+RSTITCH = Pattern("R-Stitch, p = 0.347, q = 0.177", "rstitch", "rstitch", 0.347, 0.177, settings={"tau": 0.03})
 PATTERNS = (R2R, R2R_10, CITER, COLLM, RSTITCH, R2R_27)
 """By importance."""
 ME = Mixture("ME, 0.5 : 0.3 : 0.2", "me", (0.5, 0.3, 0.2))

@@ -79,7 +79,7 @@ def chi_squared(hits: int, rows: int, rate: float) -> float:
     return (hits - expected) ** 2 / expected + (hits - expected) ** 2 / (rows - expected)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.route)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.key)
 def test_rates(pattern: Pattern, tmp_path: Path) -> None:
     small, large = sides(pattern, tmp_path)
     there, back = (route.algorithm.route(step(route)) for route in (small, large))
@@ -95,7 +95,7 @@ def test_rates(pattern: Pattern, tmp_path: Path) -> None:
     assert (small.algorithm.keep_sample, large.algorithm.keep_sample) == (False, True)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.route)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.key)
 def test_a_device_can_take_it(pattern: Pattern, tmp_path: Path) -> None:
     """Whatever a graph could not hold would be found here, in the named algorithm too."""
     for route in sides(pattern, tmp_path):

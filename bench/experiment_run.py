@@ -1,0 +1,146 @@
+"""Measures the windows of an experiment, one stage after another, as long as its budget lasts."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+from bench.experiment_case import LARGE, MIDDLE, SMALL, TROUTERD, Case, CaseError, Opened, Stage, within
+from bench.experiment_result import Record, Result
+from bench.experiment_steps import StepTimes
+from bench.target import Target
+from trouterd.daemon import DaemonError
+
+_ALONE = (SMALL, MIDDLE, LARGE)
+
+
+class Measure(Protocol):
+    """How a window is measured."""
+
+    def __call__(self, target: Target, case: Case, seconds: float) -> Any:
+        """A `bench.window.Window` of `seconds`.
+
+        Raises:
+            CaseError, RuntimeError, OSError: the system under test failed.
+        """
+        ...
+
+
+class Runner:
+    """One run.
+
+    Args:
+        stages: what is to be measured.
+        result: grows.
+        path: of its file.
+        seconds: of a window.
+        budget: seconds for everything.
+        measure: a window.
+        steps: grows by the windows of models alone.
+        clock: for tests.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        result: Result,
+        path: Path,
+        *,
+        seconds: float,
+        budget: float,
+        measure: Measure,
+        steps: StepTimes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stages, self._result, self._path = stages, result, path
+        self._seconds, self._measure, self._steps = seconds, measure, steps
+        self._clock = clock
+        self._end = clock() + budget
+        self._left = {stage.name: list(stage.cases) for stage in stages}
+        self._number = 0
+        self._total = sum(map(len, self._left.values()))
+
+    def run(self) -> None:
+        """All of it."""
+        self._save()
+        for stage in self._stages:
+            self._drop(running="")
+            if self._left[stage.name]:
+                self._stage(stage)
+        self._result.complete = not (self._result.dropped or self._result.failures)
+        self._save()
+
+    def _stage(self, stage: Stage) -> None:
+        print(f"{stage.name}: starting", flush=True)
+        with TemporaryDirectory(prefix="trouterd-bench-") as name:
+            try:
+                with stage.open(Path(name)) as opened:
+                    self._cases(stage, opened)
+            except (CaseError, DaemonError, RuntimeError, OSError) as error:
+                # The others can still be measured.
+                for case in self._left[stage.name]:
+                    self._fail(case, error)
+                self._left[stage.name] = []
+
+    def _cases(self, stage: Stage, opened: Opened) -> None:
+        left = self._left[stage.name]
+        while True:
+            self._drop(running=stage.name)
+            if not left:
+                return
+            self._case(left.pop(0), opened)
+
+    def _case(self, case: Case, opened: Opened) -> None:
+        self._number += 1
+        try:
+            target, facts = opened.prepare(case)
+            window = asdict(self._measure(target, case, self._seconds))
+            facts |= opened.facts(case)
+        except (CaseError, RuntimeError, OSError) as error:
+            self._fail(case, error)
+            return
+        self._learn(case, window)
+        self._result.records.append(Record(case, window, facts))
+        self._save()
+        print(f"[{self._number}/{self._total}] {_line(case, window, facts)}", flush=True)
+
+    def _learn(self, case: Case, window: dict[str, Any]) -> None:
+        """Step times of a model alone."""
+        step_ms, batch = window["step_ms"].get(case.subject), window["batch"].get(case.subject)
+        if case.subject in _ALONE and case.system == TROUTERD and step_ms and batch:
+            self._steps.add(case.workload, case.subject, batch, step_ms / 1e3)
+
+    def _drop(self, running: str) -> None:
+        """What there is no time for any more."""
+        stages = [(0.0 if stage.name == running else stage.seconds, self._left[stage.name]) for stage in self._stages]
+        kept, dropped = within(stages, self._seconds, max(0.0, self._end - self._clock()))
+        for stage in self._stages:
+            self._left[stage.name][:] = [case for case in self._left[stage.name] if case.key in kept]
+        for key in dropped:
+            print(f"dropped, no time left: {key}", flush=True)
+        self._number += len(dropped)
+        self._result.dropped += dropped
+
+    def _fail(self, case: Case, error: Exception) -> None:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        print(f"failed: {case.key}: {reason}", file=sys.stderr, flush=True)
+        self._result.failures.append((case.key, reason))
+        self._save()
+
+    def _save(self) -> None:
+        self._result.save(self._path)
+
+
+def _line(case: Case, window: dict[str, Any], facts: dict[str, Any]) -> str:
+    gap = (window["gap_ms"] or {}).get("p99")
+    parts = [f"{window['tokens_per_second']:,.0f} token/s", f"gap p99 {gap:.1f} ms" if gap is not None else ""]
+    if thresholds := facts.get("thresholds"):
+        parts.append(f"B {', '.join(str(value) for value in thresholds.values())}")
+    if predicted := facts.get("predicted"):
+        parts.append(f"predicted {predicted:,.0f}")
+    return f"{case.key}: {'; '.join(part for part in parts if part)}"

@@ -1,0 +1,118 @@
+"""Where the time of requests goes: steps of either model, what steps cost more than alone, and waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from bench.experiment_case import LARGE, SMALL
+from bench.experiment_group import Group, Measured
+from bench.experiment_markdown import WAYS, cell, table
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Milliseconds of a request's time, per token of its answer."""
+
+    total: float
+    small: float
+    """In steps of the small model."""
+    small_alone: float | None
+    """The same steps at the pace that the model has when it is alone, with as many streams."""
+    large: float
+    large_alone: float | None
+
+    @property
+    def waiting(self) -> float:
+        """In no step: hand-offs, and waits for a launch."""
+        return max(0.0, self.total - self.small - self.large)
+
+    @property
+    def cause(self) -> str:
+        """What takes most of the time that need not be."""
+        parts = {"waiting for a launch and hand-offs": self.waiting}
+        if self.small_alone is not None:
+            parts["steps of the small model that are longer than alone"] = self.small - self.small_alone
+        if self.large_alone is not None:
+            parts["steps of the large model that are longer than alone"] = self.large - self.large_alone
+        worst = max(parts, key=lambda name: parts[name])
+        return f"{worst}: {cell(parts[worst])} of {cell(self.total)} ms per token"
+
+
+def spent(group: Group, one: Measured) -> Spent | None:
+    """Of a routed window; None where the system says nothing of its steps."""
+    small, large = _in_steps(one, SMALL), _in_steps(one, LARGE)
+    if small is None or large is None or not one.rate:
+        return None
+    per_token = 1e3 / one.rate
+    return Spent(
+        total=one.case.streams * per_token,
+        small=small * per_token,
+        small_alone=_alone(group, one, SMALL, small * per_token),
+        large=large * per_token,
+        large_alone=_alone(group, one, LARGE, large * per_token),
+    )
+
+
+def _in_steps(one: Measured, name: str) -> float | None:
+    """Requests in a step of the model, in the mean."""
+    batch, busy = one.of("batch", name), one.of("busy", name)
+    return None if batch is None or busy is None else batch * busy
+
+
+def _alone(group: Group, one: Measured, name: str, time: float) -> float | None:
+    """The time that it would be, were each step as long as the same batch's is for the model alone."""
+    batch, step = one.of("batch", name), one.of("step_ms", name)
+    points = sorted(
+        (other.of("batch", name) or 0.0, other.of("step_ms", name) or 0.0)
+        for other in group.select(workload=one.case.workload, subject=name)
+    )
+    if not points or not batch or not step:
+        return None
+    return time * _between(points, batch) / step
+
+
+def _between(points: Sequence[tuple[float, float]], size: float) -> float:
+    """On the line through points, by rising size; constant outside."""
+    for (left, low), (right, high) in zip(points, points[1:], strict=False):
+        if left <= size <= right and right > left:
+            return low + (high - low) * (size - left) / (right - left)
+    return points[0][1] if size < points[0][0] else points[-1][1]
+
+
+def spent_table(group: Group, windows: Iterable[Measured]) -> str:
+    """A row for each routed window."""
+    head = (
+        "asked",
+        "B",
+        "N",
+        "ms per token",
+        "small steps",
+        "were it alone",
+        "large steps",
+        "were it alone",
+        "waiting",
+    )
+    rows = []
+    for one in windows:
+        found = spent(group, one)
+        if found is not None:
+            times = (found.total, found.small, found.small_alone, found.large, found.large_alone, found.waiting)
+            way = WAYS.get(one.case.batching, one.case.batching)
+            rows.append((group.name(one.case.subject), way, one.case.streams, *times))
+    return table(head, rows, 2)
+
+
+def waiting_per_handoff(one: Measured) -> float | None:
+    """Milliseconds in no step, per hand-off: the hand-off itself, and among several streams the wait for a launch."""
+    handoffs = one.of("handoffs_per_100")
+    in_steps = requests_in_steps(one)
+    if not handoffs or in_steps is None or not one.rate:
+        return None
+    return 1e3 * (one.case.streams - in_steps) / (handoffs / 100 * one.rate)
+
+
+def requests_in_steps(one: Measured) -> float | None:
+    """How many requests are in a step, in the mean."""
+    batch, busy = one.record.window.get("batch") or {}, one.record.window.get("busy") or {}
+    return sum(batch[name] * busy[name] for name in batch if name in busy) if batch else None
