@@ -9,8 +9,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.daemon import Served
-from bench.delayed import Link
+from bench.daemon import Link, Served
 from bench.endpoint import Connection
 from bench.target import Counters, ModelCounters
 from trouterd.metrics import PREFIX

@@ -44,24 +44,35 @@ class Case:
         return f"{self.system}/{self.workload}/{self.subject}/{self.batching or '-'}/{self.streams}"
 
 
+class CaseError(Exception):
+    """One window cannot be measured; the message says why."""
+
+
+Measure = Callable[[Target, Case], Mapping[str, Any]]
+"""Measures a window; its fields (`bench.window.Window`). Raises CaseError: the system under test failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One window that was measured."""
+
+    case: Case
+    window: Mapping[str, Any]
+    """`bench.window.Window` as a dict."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """`thresholds` in force, what they were `predicted` to give, ..."""
+
+
 class Opened(Protocol):
     """What a stage has started."""
 
-    def prepare(self, case: Case) -> tuple[Target, dict[str, Any]]:
-        """Make everything ready for a window; who is asked, and facts for its record.
+    def record(self, case: Case, measure: Measure) -> Record:
+        """Make everything ready for a window, and measure it.
 
         Raises:
             CaseError: it cannot be measured; others can.
         """
         ...
-
-    def facts(self, case: Case) -> dict[str, Any]:
-        """What is known after its window."""
-        ...
-
-
-class CaseError(Exception):
-    """One window cannot be measured; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)

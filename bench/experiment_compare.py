@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from bench.experiment_case import STD, SYNCHRONOUS, Case, Stage
 from bench.experiment_fleet import AUTO, EAGER, PLANNED
 from bench.experiment_scope import REFERENCE, Scope
-from bench.experiment_systems import step_synchronous
 from bench.patterns import Mixture, Pattern
 
 _WORKLOAD = 100
@@ -17,20 +16,19 @@ _WORKLOAD = 100
 def algorithms(scope: Scope) -> list[Stage]:
     """a: every algorithm on every workload, against the models alone and Std. Serving."""
     counts = scope.counts(1, 4, 16, 64)
-    own: list[Case] = []
-    together: list[Case] = []
+    cases: list[Case] = []
     for rank, workload in enumerate(scope.workloads):
         first = _WORKLOAD * rank
-        own += scope.alone(workload, counts, first + REFERENCE)
+        cases += scope.alone(workload, counts, first + REFERENCE)
         for place, pattern in enumerate(scope.patterns):
-            own += routed(scope, workload, pattern, counts, first + 10 + place)
-            own += std_serving(scope, workload, pattern, counts, first + 15 + 5 * place)
-        together += [
+            cases += routed(scope, workload, pattern, counts, first + 10 + place)
+            cases += std_serving(scope, workload, pattern, counts, first + 15 + 5 * place)
+        cases += [
             scope.case(workload, scope.patterns[0].key, count, first + 45, system=SYNCHRONOUS)
             for count in counts
             if count > 1
         ]
-    return [*scope.fleets(own), *step_synchronous(scope, together)]
+    return scope.fleets(cases)
 
 
 def scaling(scope: Scope) -> list[Stage]:

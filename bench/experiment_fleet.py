@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bench.ablations import ABLATIONS, without
 from bench.deployment import Deployment, Fleet, RouteSpec, serving
-from bench.experiment_case import STD, Case, CaseError
+from bench.experiment_case import STD, SYNCHRONOUS, Case, CaseError, Measure, Record
 from bench.experiment_setup import Setup
 from bench.experiment_steps import StepTimes
 from bench.patterns import Mixture, Pattern
 from bench.std_serving import std_serving_on
+from bench.step_synchronous import step_synchronous
 from bench.target import Target
 from trouterd.batching.launch import clamp
 from trouterd.batching.network import Network
@@ -61,31 +63,45 @@ class OpenedFleet:
         self._patterns, self._steps, self._contention = patterns, steps, contention
         self._std: dict[str, Target] = {}
 
-    def prepare(self, case: Case) -> tuple[Target, dict[str, Any]]:
+    def record(self, case: Case, measure: Measure) -> Record:
         """See `Opened`."""
-        facts: dict[str, Any] = {}
         pattern = self._patterns.get(case.subject)
-        if case.system == STD:
-            if pattern is None:
-                raise CaseError(f"{case.subject}: Std. Serving has routes of patterns alone")
-            return _with_body(self._std_serving()[pattern.route], pattern.body), facts
-        if case.batching.startswith(PLANNED):
-            found = self._plan(case, pattern)
-            try:
-                self._fleet.pin(dict(zip(self._setup.names, found.thresholds, strict=True)), case.streams)
-            except RuntimeError as error:
-                raise CaseError(f"thresholds {found.thresholds}: {error}") from error
-            facts = {"predicted": found.tokens_per_second}
-        else:
-            self._fleet.live("batching.mode", case.batching or EAGER)
-        target = self._fleet.targets[pattern.route if pattern else case.subject.partition(":")[0]]
-        return _with_body(target, case.body or (pattern.body if pattern else {})), facts
+        body = case.body or (pattern.body if pattern else {})
+        facts = self._launch_by(case, pattern)
+        with self._target(case, pattern) as target:
+            window = measure(replace(target, body={**target.body, **body}), case)
+            return Record(case, window, facts | self._facts(case))
 
-    def facts(self, case: Case) -> dict[str, Any]:
+    def _launch_by(self, case: Case, pattern: Pattern | Mixture | None) -> dict[str, Any]:
+        """Put the case's way to wait into force; what that promises."""
+        if not case.batching.startswith(PLANNED):
+            self._fleet.live("batching.mode", case.batching or EAGER)
+            return {}
+        found = self._plan(case, pattern)
+        self._fleet.pin(dict(zip(self._setup.names, found.thresholds, strict=True)), case.streams)
+        return {"predicted": found.tokens_per_second}
+
+    @contextmanager
+    def _target(self, case: Case, pattern: Pattern | Mixture | None) -> Iterator[Target]:
+        """Who is asked, in the state in which the case wants it."""
+        route = pattern.route if pattern else case.subject.partition(":")[0]
+        if case.system == STD:
+            yield self._std_serving()[route]
+        elif case.system == SYNCHRONOUS:
+            writes_on = pattern is not None and pattern.writes_on
+            with step_synchronous(self._fleet, route, case.streams, writes_on=writes_on) as target:
+                yield target
+        elif case.system in ABLATIONS and ABLATIONS[case.system].is_live:
+            with without(self._fleet, case.system):
+                yield self._fleet.targets[route]
+        else:
+            yield self._fleet.targets[route]
+
+    def _facts(self, case: Case) -> dict[str, Any]:
         """Thresholds in force, and what the controller makes of it all."""
         shown = self._fleet.call("batching")
         facts: dict[str, Any] = {
-            "thresholds": {name: model.get("threshold") for name, model in shown["models"].items()},
+            "thresholds": {name: _entry(own["thresholds"], case.streams) for name, own in shown["models"].items()},
         }
         if case.batching == AUTO:
             groups = shown["controller"].get("groups", [])
@@ -97,7 +113,6 @@ class OpenedFleet:
         if not self._std:
             routes = _routes(self._setup, self._patterns.values(), self._folder, heads=False)
             self._std = self._stack.enter_context(std_serving_on(self._fleet, self._folder / "std", routes))
-        self._fleet.live("batching.mode", EAGER)
         return self._std
 
     def _plan(self, case: Case, pattern: Pattern | Mixture | None) -> Plan:
@@ -124,8 +139,9 @@ def planned(network: Network, requests: int, factor: float = 1.0) -> Plan:
     return Plan(thresholds, predictor.steps_per_second(requests, thresholds) * network.tokens_per_step)
 
 
-def _with_body(target: Target, body: Mapping[str, Any]) -> Target:
-    return replace(target, body={**target.body, **body})
+def _entry(thresholds: Sequence[int], streams: int) -> int:
+    """Of a list in force: after a window there are no requests any more that it could be asked for."""
+    return thresholds[min(streams, len(thresholds)) - 1] if thresholds else 1
 
 
 def _routes(setup: Setup, patterns: Iterable[Pattern | Mixture], folder: Path, *, heads: bool) -> list[RouteSpec]:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.experiment_case import LARGE, STD, TROUTERD, Case
+from bench.experiment_case import LARGE, STD, TROUTERD, Case, Record
 from bench.experiment_fleet import AUTO, EAGER, PLANNED
-from bench.experiment_result import Record, Result
+from bench.experiment_result import Result
 
 OTHER_RUN = "\\*"
 """Behind a ratio to a window of another run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bench.ablations import ablated
 from bench.deployment import Deployment
 from bench.experiment_case import TROUTERD, Case, Stage
 from bench.experiment_fleet import EAGER, PLANNED
@@ -24,7 +25,7 @@ def stages(scope: Scope) -> list[Stage]:
     for rank, percent in enumerate(LIMITS):
         limited = scope.setup.deployment(large_settings=(f"sm_percent = {percent}",))
         found.append(_stage(scope, f"large at {percent} %", 10 + rank, limited))
-    without = scope.setup.deployment(settings=('gpu.mps = "off"',))
+    without = ablated(scope.setup.deployment(), "no MPS")
     contention = _TIME_SLICES if len(scope.setup.names) == len(_TIME_SLICES) else None
     found.append(_stage(scope, "no MPS", 5, without, contention))
     return found

@@ -9,20 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.experiment_case import Case
+from bench.experiment_case import Case, Record
 
 _SUFFIX = ".json"
-
-
-@dataclass(slots=True)
-class Record:
-    """One window that was measured."""
-
-    case: Case
-    window: Mapping[str, Any]
-    """`bench.window.Window` as a dict."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """`thresholds` in force, what they were `predicted` to give, ..."""
 
 
 @dataclass(slots=True)

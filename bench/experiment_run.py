@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
-from bench.experiment_case import LARGE, MIDDLE, SMALL, TROUTERD, Case, CaseError, Opened, Stage, within
-from bench.experiment_result import Record, Result
+from bench.experiment_case import (
+    LARGE,
+    MIDDLE,
+    SMALL,
+    TROUTERD,
+    Case,
+    CaseError,
+    Measure,
+    Opened,
+    Record,
+    Stage,
+    within,
+)
+from bench.experiment_result import Result
 from bench.experiment_steps import StepTimes
-from bench.target import Target
 from trouterd.daemon import DaemonError
 
 _ALONE = (SMALL, MIDDLE, LARGE)
-
-
-class Measure(Protocol):
-    """How a window is measured."""
-
-    def __call__(self, target: Target, case: Case, seconds: float) -> Any:
-        """A `bench.window.Window` of `seconds`.
-
-        Raises:
-            CaseError, RuntimeError, OSError: the system under test failed.
-        """
-        ...
 
 
 class Runner:
@@ -98,18 +96,16 @@ class Runner:
     def _case(self, case: Case, opened: Opened) -> None:
         self._number += 1
         try:
-            target, facts = opened.prepare(case)
-            window = asdict(self._measure(target, case, self._seconds))
-            facts |= opened.facts(case)
+            record = opened.record(case, self._measure)
         except (CaseError, RuntimeError, OSError) as error:
             self._fail(case, error)
             return
-        self._learn(case, window)
-        self._result.records.append(Record(case, window, facts))
+        self._learn(case, record.window)
+        self._result.records.append(record)
         self._save()
-        print(f"[{self._number}/{self._total}] {_line(case, window, facts)}", flush=True)
+        print(f"[{self._number}/{self._total}] {_line(record)}", flush=True)
 
-    def _learn(self, case: Case, window: dict[str, Any]) -> None:
+    def _learn(self, case: Case, window: Mapping[str, Any]) -> None:
         """Step times of a model alone."""
         step_ms, batch = window["step_ms"].get(case.subject), window["batch"].get(case.subject)
         if case.subject in _ALONE and case.system == TROUTERD and step_ms and batch:
@@ -136,11 +132,12 @@ class Runner:
         self._result.save(self._path)
 
 
-def _line(case: Case, window: dict[str, Any], facts: dict[str, Any]) -> str:
+def _line(record: Record) -> str:
+    window, facts = record.window, record.facts
     gap = (window["gap_ms"] or {}).get("p99")
     parts = [f"{window['tokens_per_second']:,.0f} token/s", f"gap p99 {gap:.1f} ms" if gap is not None else ""]
     if thresholds := facts.get("thresholds"):
         parts.append(f"B {', '.join(str(value) for value in thresholds.values())}")
     if predicted := facts.get("predicted"):
         parts.append(f"predicted {predicted:,.0f}")
-    return f"{case.key}: {'; '.join(part for part in parts if part)}"
+    return f"{record.case.key}: {'; '.join(part for part in parts if part)}"

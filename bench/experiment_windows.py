@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 
 import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bench.endpoint import EndpointError
-from bench.experiment_case import Case, CaseError
+from bench.experiment_case import Case, CaseError, Measure
 from bench.target import Target
 from bench.window import Window, measure
 from bench.workloads import find
 
 
-def measured(target: Target, case: Case, seconds: float) -> Window:
-    """A window of `seconds`.
+def measuring(seconds: float) -> Measure:
+    """Measures windows of `seconds`."""
+    return lambda target, case: asdict(_measured(target, case, seconds))
 
+
+def _measured(target: Target, case: Case, seconds: float) -> Window:
+    """
     Raises:
         CaseError: there is no such workload, or the system under test failed.
     """

@@ -42,7 +42,7 @@ from bench.experiment_run import Runner
 from bench.experiment_scope import Scope
 from bench.experiment_setup import CPU, Setup
 from bench.experiment_steps import StepTimes
-from bench.experiment_windows import measured
+from bench.experiment_windows import measuring
 from bench.patterns import ME, PATTERNS, Mixture, Pattern
 from bench.surroundings import surroundings
 from trouterd.batching.network import NetworkError
@@ -106,7 +106,7 @@ def _measure(options: argparse.Namespace) -> int:
         path,
         seconds=options.seconds,
         budget=options.budget,
-        measure=measured,
+        measure=measuring(options.seconds),
         steps=scope.steps,
     )
     runner.run()

@@ -47,6 +47,11 @@ class Pattern:
         return {"route": {"params": {"p": self.p, "q": self.q}}}
 
     @property
+    def writes_on(self) -> bool:
+        """Whether the peer may write several tokens in a row."""
+        return self.q < 1
+
+    @property
     def algorithm_path(self) -> str:
         """Of the algorithm that draws."""
         return str(_DRAWN)
@@ -94,6 +99,11 @@ class Mixture:
     def body(self) -> dict[str, Any]:
         """What requests say of it."""
         return {}
+
+    @property
+    def writes_on(self) -> bool:
+        """Whether a peer may write several tokens in a row."""
+        return True
 
     @property
     def algorithm_path(self) -> str:

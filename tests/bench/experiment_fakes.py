@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.experiment_case import TROUTERD, Case
-from bench.experiment_result import Record, Result
+from bench.experiment_case import TROUTERD, Case, Record
+from bench.experiment_result import Result
 
 HARDWARE = "NVIDIA H200, CUDA 13.0"
 PAIR = "Qwen3-0.6B+Qwen3-32B"

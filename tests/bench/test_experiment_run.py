@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.experiment_case import AROUND, Case, CaseError, Stage, cost, matching, within
+from bench.experiment_case import AROUND, Case, CaseError, Measure, Record, Stage, cost, matching, within
 from bench.experiment_result import Result, new_file, read_results
 from bench.experiment_run import Runner
 from bench.experiment_steps import StepTimes
@@ -32,16 +32,6 @@ class Clock:
 
 
 @dataclass
-class Window:
-    """Stands for `bench.window.Window`: the fields come from a dict."""
-
-    tokens_per_second: float
-    gap_ms: Any
-    step_ms: dict[str, float]
-    batch: dict[str, float]
-
-
-@dataclass
 class Fake:
     """A system under test, and the clock that measuring it moves."""
 
@@ -50,20 +40,17 @@ class Fake:
     asked: list[str] = field(default_factory=list)
     broken: str = ""
 
-    def prepare(self, one: Case) -> tuple[Target, dict[str, Any]]:
+    def record(self, one: Case, measure: Measure) -> Record:
         if one.key == self.broken:
             raise CaseError("no such route")
-        return Target(one.system, "unix:/nowhere", one.subject, 1), {"predicted": 5.0}
+        target = Target(one.system, "unix:/nowhere", one.subject, 1)
+        return Record(one, measure(target, one), {"predicted": 5.0, "thresholds": {"small": 1, "large": one.streams}})
 
-    def facts(self, one: Case) -> dict[str, Any]:
-        return {"thresholds": {"small": 1, "large": one.streams}}
-
-    def measure(self, target: Target, one: Case, seconds: float) -> Window:
+    def measure(self, target: Target, one: Case) -> dict[str, Any]:
         assert target.model == one.subject
         self.asked.append(one.key)
-        self.clock.now += cost(one, seconds)
-        made = window(one, 100.0)
-        return Window(100.0, made["gap_ms"], made["step_ms"], made["batch"])
+        self.clock.now += cost(one, SECONDS)
+        return window(one, 100.0)
 
     def stage(self, name: str, cases: list[Case], seconds: float = 30.0) -> Stage:
         @contextmanager
@@ -128,11 +115,11 @@ def test_the_file_is_there_before_the_end(fake: Fake, tmp_path: Path) -> None:
     path, seen = tmp_path / "a.json", []
     measure = fake.measure
 
-    def cut_off(target: Target, one: Case, seconds: float) -> Window:
+    def cut_off(target: Target, one: Case) -> dict[str, Any]:
         seen.append(len(json.loads(path.read_text())["records"]))
         if len(seen) == 3:
             raise KeyboardInterrupt
-        return measure(target, one, seconds)
+        return measure(target, one)
 
     fake.measure = cut_off  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
