@@ -18,6 +18,8 @@ from bench.ideal import ideal
 from bench.target import Counters, ModelCounters, Target
 from bench.workloads import Workload
 
+_CALM = 0.2
+"""Seconds between a look at a target and the window: what it could not send while it looked must not come in the window."""
 _number = itertools.count(1)
 """Of windows: each has prompts of its own, which no prefix cache has seen."""
 
@@ -107,6 +109,7 @@ async def measure(
         EndpointError: the target cannot be reached, refuses a request or fails; the message names it.
     """
     workload = workload.seeded(workload.seed + (next(_number) << 32))
+    progress(0.0)
     dialect = await learn(target, workload, silence)
     whole = settle + seconds
     metrics = Connection(Address.of(target.url), silence)
@@ -115,8 +118,9 @@ async def measure(
             clients.log.open = True
             await clients.begun()
             started = Percentiles.of(clients.log.first)
-            await clients.during(settle, lambda passed: progress(passed / whole))
+            await clients.during(max(settle - _CALM, 0), lambda passed: progress(passed / whole))
             before = await _Look.at(target, metrics)
+            await clients.during(_CALM, lambda _: None)
             begin = clients.begin()
             await clients.during(seconds, lambda passed: progress((settle + passed) / whole))
             seen = clients.end(begin)
