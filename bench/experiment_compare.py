@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 from bench.experiment_case import STD, SYNCHRONOUS, Case, Stage
 from bench.experiment_fleet import AUTO, EAGER, PLANNED
+from bench.experiment_peer import peer
 from bench.experiment_scope import REFERENCE, Scope
 from bench.patterns import Mixture, Pattern
 
 _WORKLOAD = 100
 """Importance that each further workload costs."""
+_PEER = 14
 
 
 def algorithms(scope: Scope) -> list[Stage]:
@@ -28,7 +30,8 @@ def algorithms(scope: Scope) -> list[Stage]:
             for count in counts
             if count > 1
         ]
-    return scope.fleets(cases)
+    stages = scope.fleets(cases)
+    return stages if scope.vllm is None else [*stages, peer(scope, scope.vllm, counts, _PEER)]
 
 
 def scaling(scope: Scope) -> list[Stage]:

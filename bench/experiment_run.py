@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from bench.experiment_case import (
 )
 from bench.experiment_result import Result
 from bench.experiment_steps import StepTimes
+from bench.progress import Progress
 from trouterd.daemon import DaemonError
 
 _ALONE = (SMALL, MIDDLE, LARGE)
@@ -40,6 +40,7 @@ class Runner:
         budget: seconds for everything.
         measure: a window.
         steps: grows by the windows of models alone.
+        progress: of all windows.
         clock: for tests.
     """
 
@@ -53,15 +54,14 @@ class Runner:
         budget: float,
         measure: Measure,
         steps: StepTimes,
+        progress: Progress,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stages, self._result, self._path = stages, result, path
         self._seconds, self._measure, self._steps = seconds, measure, steps
-        self._clock = clock
+        self._progress, self._clock = progress, clock
         self._end = clock() + budget
         self._left = {stage.name: list(stage.cases) for stage in stages}
-        self._number = 0
-        self._total = sum(map(len, self._left.values()))
 
     def run(self) -> None:
         """All of it."""
@@ -74,7 +74,6 @@ class Runner:
         self._save()
 
     def _stage(self, stage: Stage) -> None:
-        print(f"{stage.name}: starting", flush=True)
         with TemporaryDirectory(prefix="trouterd-bench-") as name:
             try:
                 with stage.open(Path(name)) as opened:
@@ -94,7 +93,6 @@ class Runner:
             self._case(left.pop(0), opened)
 
     def _case(self, case: Case, opened: Opened) -> None:
-        self._number += 1
         try:
             record = opened.record(case, self._measure)
         except (CaseError, RuntimeError, OSError) as error:
@@ -103,7 +101,7 @@ class Runner:
         self._learn(case, record.window)
         self._result.records.append(record)
         self._save()
-        print(f"[{self._number}/{self._total}] {_line(record)}", flush=True)
+        self._progress.done(_line(record))
 
     def _learn(self, case: Case, window: Mapping[str, Any]) -> None:
         """Step times of a model alone."""
@@ -118,13 +116,12 @@ class Runner:
         for stage in self._stages:
             self._left[stage.name][:] = [case for case in self._left[stage.name] if case.key in kept]
         for key in dropped:
-            print(f"dropped, no time left: {key}", flush=True)
-        self._number += len(dropped)
+            self._progress.done(f"{key}: dropped, no time left")
         self._result.dropped += dropped
 
     def _fail(self, case: Case, error: Exception) -> None:
         reason = " ".join(str(error).split()) or type(error).__name__
-        print(f"failed: {case.key}: {reason}", file=sys.stderr, flush=True)
+        self._progress.done(f"{case.key}: failed: {reason}")
         self._result.failures.append((case.key, reason))
         self._save()
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from bench.experiment_case import STD
 from bench.experiment_group import Group, Measured
 from bench.experiment_markdown import WAYS, table
+from bench.experiment_peer import VLLM
 from bench.experiment_time import spent
 from bench.patterns import CITER, COLLM, R2R, R2R_10, RSTITCH, Pattern
 
 PAIR, PLACEMENT, CARD = "Qwen3-0.6B+Qwen3-32B", "shared", "H200"
-VLLM = f"{STD} on vLLM"
-"""The system that is Std. Serving by another engine."""
 _WORKLOAD = "low"
 
 

@@ -44,6 +44,7 @@ from bench.experiment_setup import CPU, Setup
 from bench.experiment_steps import StepTimes
 from bench.experiment_windows import measuring
 from bench.patterns import ME, PATTERNS, Mixture, Pattern
+from bench.progress import Progress
 from bench.surroundings import surroundings
 from trouterd.batching.network import NetworkError
 
@@ -100,14 +101,16 @@ def _measure(options: argparse.Namespace) -> int:
     }
     device = next((device for device in setup.devices if device != CPU), CPU)
     result = Result(_head(options, device) | facts)
+    progress = Progress(sum(len(stage.cases) for stage in stages))
     runner = Runner(
         stages,
         result,
         path,
         seconds=options.seconds,
         budget=options.budget,
-        measure=measuring(options.seconds),
+        measure=measuring(options.seconds, progress),
         steps=scope.steps,
+        progress=progress,
     )
     runner.run()
     print(f"{len(result.records)} windows, {len(result.dropped)} dropped, {len(result.failures)} failed: {path}")

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from bench.experiment_case import AROUND, Case, CaseError, Measure, Record, Stag
 from bench.experiment_result import Result, new_file, read_results
 from bench.experiment_run import Runner
 from bench.experiment_steps import StepTimes
+from bench.progress import Progress
 from bench.target import Target
 from tests.bench.experiment_fakes import case, result, window
 
@@ -39,6 +41,7 @@ class Fake:
     started: list[str] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
     broken: str = ""
+    printed: StringIO = field(default_factory=StringIO)
 
     def record(self, one: Case, measure: Measure) -> Record:
         if one.key == self.broken:
@@ -73,6 +76,7 @@ class Fake:
             budget=budget,
             measure=self.measure,
             steps=steps or StepTimes(),
+            progress=Progress(sum(len(stage.cases) for stage in stages), self.printed),
             clock=self.clock,
         ).run()
         return made
@@ -93,14 +97,14 @@ def fake() -> Fake:
     return Fake(Clock())
 
 
-def test_everything_in_order(fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_everything_in_order(fake: Fake, tmp_path: Path) -> None:
     steps = StepTimes()
     made = fake.run([fake.stage("trouterd", CASES), fake.stage("other", OTHER)], tmp_path / "a.json", steps=steps)
     assert fake.started == ["trouterd", "other"]
     assert fake.asked == [one.key for one in (*CASES, *OTHER)]
     assert [record.case.key for record in made.records] == fake.asked
     assert made.complete
-    printed = capsys.readouterr().out
+    printed = fake.printed.getvalue()
     assert "[3/6] trouterd/low/r2r-35/planned/1: 100 token/s; gap p99 4.0 ms; B 1, 1; predicted 5" in printed
     # Windows of a model alone are step times for the planner.
     (large,) = steps.of("low", ["large"])
@@ -130,14 +134,14 @@ def test_the_file_is_there_before_the_end(fake: Fake, tmp_path: Path) -> None:
     assert not kept.complete
 
 
-def test_a_budget_drops_the_least_important(fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_drops_the_least_important(fake: Fake, tmp_path: Path) -> None:
     # Room for the first four: 30 s to start, 11 s each; the learning window and the other stage go.
     made = fake.run([fake.stage("trouterd", CASES), fake.stage("other", OTHER)], tmp_path / "a.json", 30 + 4 * 11)
     assert fake.started == ["trouterd"]
     assert fake.asked == [one.key for one in CASES[:4]]
     assert made.dropped == [CASES[4].key, OTHER[0].key]
     assert not made.complete
-    assert f"dropped, no time left: {OTHER[0].key}" in capsys.readouterr().out
+    assert f"{OTHER[0].key}: dropped, no time left" in fake.printed.getvalue()
 
 
 def test_a_slow_start_drops_more(fake: Fake, tmp_path: Path) -> None:
@@ -154,14 +158,12 @@ def test_no_budget_at_all(fake: Fake, tmp_path: Path) -> None:
     assert len(made.dropped) == len(CASES)
 
 
-def test_a_failed_window_does_not_end_the_others(
-    fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_window_does_not_end_the_others(fake: Fake, tmp_path: Path) -> None:
     fake.broken = CASES[2].key
     made = fake.run([fake.stage("trouterd", CASES)], tmp_path / "a.json")
     assert made.failures == [(CASES[2].key, "no such route")]
     assert len(made.records) == len(CASES) - 1
-    assert "failed: trouterd/low/r2r-35/planned/1: no such route" in capsys.readouterr().err
+    assert "trouterd/low/r2r-35/planned/1: failed: no such route" in fake.printed.getvalue()
 
 
 def test_a_stage_that_does_not_start(fake: Fake, tmp_path: Path) -> None:
