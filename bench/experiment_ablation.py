@@ -6,6 +6,7 @@ from bench.ablations import ABLATIONS, ablated
 from bench.experiment_case import SYNCHRONOUS, TROUTERD, Case, Stage
 from bench.experiment_fleet import EAGER, PLANNED
 from bench.experiment_scope import Scope
+from bench.experiment_setup import CPU
 from trouterd.batching.placement import SHARED
 
 _EAGER, _MPS = "no delayed batching", "no MPS"
@@ -22,14 +23,17 @@ def stages(scope: Scope) -> list[Stage]:
     cases += [*_cases(scope, TROUTERD, 1), *_cases(scope, SYNCHRONOUS, 3)]
     apart: list[Stage] = []
     for rank, (name, ablation) in enumerate(ABLATIONS.items()):
-        if name == _MPS and scope.setup.placement != SHARED:
-            continue
         if ablation.is_live:
             cases += _cases(scope, name, 2)
-        else:
+        elif _has(scope.setup.placement, name):
             deployment = ablated(scope.setup.deployment(), name)
             apart.append(scope.fleet(_cases(scope, name, 10 + rank), name=name, deployment=deployment))
     return [scope.fleet(cases), *apart]
+
+
+def _has(placement: str, part: str) -> bool:
+    """Whether there is anything to leave out: graphs and steps ahead are a GPU's, MPS a shared one's."""
+    return placement == SHARED if part == _MPS else placement != CPU
 
 
 def _cases(scope: Scope, system: str, importance: int) -> list[Case]:

@@ -55,6 +55,7 @@ def lengths(scope: Scope) -> list[Stage]:
             scope.case(workload, pattern.key, count, 10 + 10 * place, batching=batching)
             for place, batching in enumerate((PLANNED, AUTO))
             for count in counts
+            if count > 1 or batching == PLANNED
         ]
         cases += std_serving(scope, workload, pattern, counts, 15)
     return [scope.fleet(cases)]

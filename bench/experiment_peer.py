@@ -11,7 +11,7 @@ from typing import Any
 from bench.experiment_case import LARGE, Case, CaseError, Measure, Record, Stage
 from bench.experiment_scope import Scope
 from bench.patterns import Pattern
-from bench.step_peer import PeerError
+from bench.peer_folder import PeerError
 from bench.vllm_peer import PeerCase, run_std_serving
 
 VLLM = "std serving on vLLM"

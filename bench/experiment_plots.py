@@ -35,9 +35,10 @@ def write_plots(group: Group, points: Sequence[dict[str, Any]], folder: Path) ->
     if points:
         figures.append(("", lambda axes: _quality(axes, points)))
     elif group.windows:
+        workloads = _workloads(experiment, group)
         figures = [
-            (f"-{workload}" if len(group.workloads()) > 1 else "", _drawer(experiment, group, workload))
-            for workload in _workloads(experiment, group)
+            (f"-{short(workload)}" if len(workloads) > 1 else "", _drawer(experiment, group, workload))
+            for workload in workloads
         ]
     written = []
     for suffix, draw in figures:
@@ -46,6 +47,11 @@ def write_plots(group: Group, points: Sequence[dict[str, Any]], folder: Path) ->
         draw(axes)
         axes.set_title(f"{group.title}; {group.head['hardware']}", fontsize=10)
         axes.grid(alpha=0.3)
+        for axis in (axes.xaxis, axes.yaxis):
+            if axis.get_scale() == "log":
+                axis.set_major_formatter("{x:g}")
+        if axes.get_yscale() == "log":
+            axes.yaxis.set_minor_formatter("{x:g}")
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8)
         path = folder / f"{experiment}-{group.head['pair']}-{group.head['placement']}{suffix}.png"
@@ -57,6 +63,11 @@ def write_plots(group: Group, points: Sequence[dict[str, Any]], folder: Path) ->
 def _workloads(experiment: str, group: Group) -> list[str]:
     """A plot each; those of experiment g share one."""
     return group.workloads()[:1] if experiment == "g" else group.workloads()
+
+
+def short(workload: str) -> str:
+    """Fit for the name of a file."""
+    return Path(workload).name if Path(workload).suffix else workload.replace("/", "-")
 
 
 def _drawer(experiment: str, group: Group, workload: str) -> Callable[[Axes], None]:

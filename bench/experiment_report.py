@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ from bench.experiment_tables import (
 from bench.experiment_targets import targets_table
 from bench.experiment_time import spent_table
 from bench.patterns import DRAWN
+from trouterd.batching.placement import SEPARATE, SHARED
 
 FILE = "report.md"
+APART = "a card each"
+"""System of experiment f, beside those of one card."""
 TITLES = {
     "a": "Algorithms against the large model alone and Std. Serving",
     "b": "Ablation",
@@ -86,10 +90,31 @@ def _lead(results: Sequence[Result]) -> Iterable[str]:
 def _grouped(results: Sequence[Result]) -> list[Group]:
     """By experiment, models, placement and hardware, in the order of experiments."""
     found: dict[tuple[str, ...], list[Result]] = {}
-    for result in results:
+    for result in side_by_side(results):
         key = tuple(str(result.head[name]) for name in ("experiment", "hardware", "pair", "placement"))
         found.setdefault(key, []).append(result)
     return [Group(found[key]) for key in sorted(found)]
+
+
+def side_by_side(results: Sequence[Result]) -> list[Result]:
+    """Experiment f is about placements: where there are results of both, those of separate cards go beside the shared one's."""
+    shared = {_where(result) for result in results if _is_placed(result, SHARED)}
+    return [
+        _apart(result) if _is_placed(result, SEPARATE) and _where(result) in shared else result for result in results
+    ]
+
+
+def _is_placed(result: Result, placement: str) -> bool:
+    return (result.head["experiment"], result.head["placement"]) == ("f", placement)
+
+
+def _where(result: Result) -> tuple[str, str]:
+    return str(result.head["hardware"]), str(result.head["pair"])
+
+
+def _apart(result: Result) -> Result:
+    records = [replace(record, case=replace(record.case, system=APART)) for record in result.records]
+    return replace(result, head=result.head | {"placement": SHARED}, records=records)
 
 
 def _section(group: Group, folder: Path) -> str:

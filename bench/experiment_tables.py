@@ -8,7 +8,7 @@ from bench.experiment_case import LARGE, SMALL, STD, TROUTERD
 from bench.experiment_fleet import AUTO, EAGER, PLANNED, SCALED
 from bench.experiment_group import Group, Measured, Ratio
 from bench.experiment_markdown import WAYS, batching, by_model, cell, percent, table
-from bench.experiment_time import waiting_per_handoff
+from bench.experiment_time import handoff_price
 
 
 def compared(group: Group) -> str:
@@ -51,87 +51,86 @@ def _ratios(
 
 def details(group: Group) -> str:
     """Every window."""
-    head = ("system", "asked", "workload", "B", "N", "token/s", "x large", "of ideal", "predicted", "TTFT p50, ms")
-    head += ("gap p50 / p99, ms", "request p50, ms", "hand-offs / 100", "GPU-s / 1,000", "large steps / 1,000")
-    head += ("batches", "steps, ms")
-    rows = []
-    for one in group.windows:
-        window = one.record.window
-        rows.append(
-            (
-                one.case.system,
-                group.name(one.case.subject),
-                one.case.workload,
-                batching(one),
-                one.case.streams,
-                one.rate,
-                group.ratio(one),
-                percent(one.of_ideal),
-                one.record.facts.get("predicted"),
-                one.of("ttft_ms", "p50"),
-                f"{cell(one.of('gap_ms', 'p50'))} / {cell(one.of('gap_ms', 'p99'))}",
-                one.of("request_ms", "p50"),
-                one.of("handoffs_per_100"),
-                one.of("gpu_seconds_per_1000"),
-                one.of("large_forwards_per_1000"),
-                by_model(window.get("batch")),
-                by_model(window.get("step_ms")),
-            )
+    head = [
+        *("system", "asked", "workload", "B", "N", "token/s", "x large", "of ideal", "predicted", "TTFT p50, ms"),
+        *("gap p50 / p99, ms", "request p50, ms", "hand-offs / 100", "GPU-s / 1,000", "large steps / 1,000"),
+        *("batches", "steps, ms"),
+    ]
+    rows = [
+        (
+            one.case.system,
+            group.name(one.case.subject),
+            one.case.workload,
+            batching(one),
+            one.case.streams,
+            one.rate,
+            group.ratio(one),
+            percent(one.of_ideal),
+            one.record.facts.get("predicted"),
+            one.of("ttft_ms", "p50"),
+            f"{cell(one.of('gap_ms', 'p50'))} / {cell(one.of('gap_ms', 'p99'))}",
+            one.of("request_ms", "p50"),
+            one.of("handoffs_per_100"),
+            one.of("gpu_seconds_per_1000"),
+            one.of("large_forwards_per_1000"),
+            by_model(one.record.window.get("batch")),
+            by_model(one.record.window.get("step_ms")),
         )
+        for one in group.windows
+    ]
     return table(head, rows, 4)
 
 
 def ablated(group: Group) -> str:
     """Experiment b: token/s with one part off, and its share of the whole."""
-    routed = [one for one in group.windows if one.case.subject not in (SMALL, "middle", LARGE)]
+    routed = [one for one in group.windows if one.case.subject in group.names]
     counts = group.streams(routed)
     ways: dict[tuple[str, str], dict[int, Measured]] = {}
     for one in routed:
         ways.setdefault((one.case.system, one.case.batching), {})[one.case.streams] = one
     full = ways.get((TROUTERD, PLANNED), {})
-    rows = []
-    for (system, way), found in ways.items():
-        cells = []
-        for count in counts:
-            one, whole = found.get(count), full.get(count)
-            share = f" ({one.rate / whole.rate:.2f})" if one and whole and whole.rate else ""
-            cells.append(f"{cell(one.rate)}{share}" if one else None)
-        rows.append((system, WAYS.get(way, way), *cells))
+    rows = [
+        (system, WAYS.get(way, way), *(_share(found.get(count), full.get(count)) for count in counts))
+        for (system, way), found in ways.items()
+    ]
     return table(["", "B", *(f"N = {count}" for count in counts)], rows, 2)
+
+
+def _share(one: Measured | None, whole: Measured | None) -> str | None:
+    if one is None:
+        return None
+    return f"{cell(one.rate)} ({one.rate / whole.rate:.2f})" if whole and whole.rate else cell(one.rate)
 
 
 def scaled_up(group: Group) -> str:
     """Experiment c: throughput and the speed of one user from 1 stream on."""
     head = ("N", "large only", "routed", "B", "x large", "Std. Serving", "x N = 1", "speed of one user kept", "large's")
     (workload, *_), (subject, *_) = group.workloads(), group.subjects()
-    first = {
-        LARGE: _rate(group.select(subject=LARGE, streams=1)),
-        subject: _rate(group.select(subject=subject, streams=1)),
-    }
     rows = []
     for count in group.streams(group.windows):
-        one = group.best(workload, subject, count)
-        large = _rate(group.select(subject=LARGE, streams=count))
-        grown = one.rate / first[subject] if one and first[subject] else None
-        kept = large / first[LARGE] / count if large and first[LARGE] else None
+        one, first = group.best(workload, subject, count), group.best(workload, subject, 1)
+        grown = _over(one, first)
+        large = group.best(workload, LARGE, count)
+        large_grown = _over(large, group.best(workload, LARGE, 1))
+        std = group.select(system=STD, workload=workload, streams=count)
         rows.append(
             (
                 count,
-                large,
+                large.rate if large else None,
                 one.rate if one else None,
                 batching(one) if one else None,
                 group.ratio(one) if one else None,
-                _rate(group.select(system=STD, streams=count)),
+                std[-1].rate if std else None,
                 grown,
                 percent(grown / count if grown else None),
-                percent(kept),
+                percent(large_grown / count if large_grown else None),
             )
         )
     return table(head, rows)
 
 
-def _rate(found: Sequence[Measured]) -> float | None:
-    return found[-1].rate if found else None
+def _over(one: Measured | None, other: Measured | None) -> float | None:
+    return one.rate / other.rate if one and other and other.rate else None
 
 
 def switched(group: Group) -> str:
@@ -143,7 +142,7 @@ def switched(group: Group) -> str:
         "token/s",
         "x large",
         "hand-offs / 100",
-        "in no step, ms per hand-off",
+        "price of a hand-off, ms",
         "sent to first step, ms",
     )
     rows = [
@@ -154,7 +153,7 @@ def switched(group: Group) -> str:
             one.rate,
             group.ratio(one),
             one.of("handoffs_per_100"),
-            waiting_per_handoff(one),
+            handoff_price(group, one),
             one.of("extra", "handoff_ms"),
         )
         for one in group.select()

@@ -40,7 +40,9 @@ class Spent:
 
 
 def spent(group: Group, one: Measured) -> Spent | None:
-    """Of a routed window; None where the system says nothing of its steps."""
+    """Of a window of two models; None where the system says nothing of their steps."""
+    if len(one.record.window.get("batch") or {}) != 2:
+        return None
     small, large = _in_steps(one, SMALL), _in_steps(one, LARGE)
     if small is None or large is None or not one.rate:
         return None
@@ -82,37 +84,35 @@ def _between(points: Sequence[tuple[float, float]], size: float) -> float:
 
 def spent_table(group: Group, windows: Iterable[Measured]) -> str:
     """A row for each routed window."""
-    head = (
-        "asked",
-        "B",
-        "N",
-        "ms per token",
-        "small steps",
-        "were it alone",
-        "large steps",
-        "were it alone",
-        "waiting",
-    )
+    times = ("ms per token", "small steps", "were it alone", "large steps", "were it alone", "in none")
+    head = ("system", "asked", "B", "N", *times)
     rows = []
     for one in windows:
         found = spent(group, one)
         if found is not None:
-            times = (found.total, found.small, found.small_alone, found.large, found.large_alone, found.waiting)
+            spans = (found.total, found.small, found.small_alone, found.large, found.large_alone, found.waiting)
             way = WAYS.get(one.case.batching, one.case.batching)
-            rows.append((group.name(one.case.subject), way, one.case.streams, *times))
-    return table(head, rows, 2)
+            rows.append((one.case.system, group.name(one.case.subject), way, one.case.streams, *spans))
+    return table(head, rows, 3)
 
 
-def waiting_per_handoff(one: Measured) -> float | None:
-    """Milliseconds in no step, per hand-off: the hand-off itself, and among several streams the wait for a launch."""
-    handoffs = one.of("handoffs_per_100")
-    in_steps = requests_in_steps(one)
-    if not handoffs or in_steps is None or not one.rate:
+def handoff_price(group: Group, one: Measured) -> float | None:
+    """Milliseconds that one hand-off costs a request beside the models' steps; among several streams with the wait for a launch.
+
+    What a request spends in no step anyway, between one step of the small model and the next, is taken from the window of that
+    model alone.
+    """
+    handoffs, idle = one.of("handoffs_per_100"), _idle(one)
+    alone = group.best(one.case.workload, SMALL, one.case.streams)
+    usual = _idle(alone) if alone else None
+    if not handoffs or idle is None or usual is None:
         return None
-    return 1e3 * (one.case.streams - in_steps) / (handoffs / 100 * one.rate)
+    return 100 * max(0.0, idle - usual) / handoffs
 
 
-def requests_in_steps(one: Measured) -> float | None:
-    """How many requests are in a step, in the mean."""
+def _idle(one: Measured) -> float | None:
+    """Milliseconds in no step, per token."""
     batch, busy = one.record.window.get("batch") or {}, one.record.window.get("busy") or {}
-    return sum(batch[name] * busy[name] for name in batch if name in busy) if batch else None
+    if not batch or not one.rate:
+        return None
+    return 1e3 * (one.case.streams - sum(batch[name] * busy[name] for name in batch)) / one.rate

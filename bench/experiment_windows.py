@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import uvloop
 
-from bench.experiment_case import Case, CaseError, Measure
+from bench.experiment_case import Case, Measure
 from bench.progress import Progress
 from bench.target import Target
 from bench.window import Window, measure
@@ -22,13 +22,9 @@ def measuring(seconds: float, progress: Progress) -> Measure:
 def _measured(target: Target, case: Case, seconds: float, progress: Progress) -> Window:
     """
     Raises:
-        CaseError: there is no such workload.
         bench.endpoint.EndpointError: the system under test failed.
     """
-    try:
-        workload = find(case.workload)
-    except ValueError as error:
-        raise CaseError(str(error)) from error
+    workload = find(case.workload)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(
             measure(

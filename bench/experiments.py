@@ -46,6 +46,7 @@ from bench.experiment_windows import measuring
 from bench.patterns import ME, PATTERNS, Mixture, Pattern
 from bench.progress import Progress
 from bench.surroundings import surroundings
+from bench.workloads import find
 from trouterd.batching.network import NetworkError
 
 _STAGES: dict[str, Callable[[Scope], list[Stage]]] = {
@@ -88,6 +89,8 @@ def _measure(options: argparse.Namespace) -> int:
     if options.list:
         _list(stages, options.seconds, options.budget)
         return 0
+    if options.output is None:
+        raise CaseError("--output names the folder of the result")
     setup = scope.setup
     path = new_file(options.output, options.experiment, setup.pair, setup.placement)
     facts = {
@@ -118,6 +121,8 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def _quality(options: argparse.Namespace) -> int:
+    if options.output is None:
+        raise CaseError("--output names the folder of the result")
     path = new_file(options.output, QUALITY, "demo", CPU)
     facts = {"pair": "demo", "placement": CPU, "devices": [CPU], "names": {}}
     result = Result(_head(options, CPU) | facts, points=experiment_quality.quality(options), complete=True)
@@ -155,9 +160,15 @@ def _scope(options: argparse.Namespace) -> Scope:
         (*([f"context_length = {options.context}"] if options.context else []), *options.model_set),
         tuple(options.set),
     )
+    workloads = options.workloads or _WORKLOADS.get(options.experiment, _USUAL)
+    for workload in workloads:
+        try:
+            find(workload)
+        except ValueError as error:
+            raise CaseError(f"--workloads: {error}") from error
     return Scope(
         setup=setup,
-        workloads=options.workloads or _WORKLOADS.get(options.experiment, _USUAL),
+        workloads=workloads,
         streams=options.streams,
         patterns=_patterns(options.patterns, len(sources)),
         settle=options.settle,
