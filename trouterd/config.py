@@ -266,7 +266,7 @@ class Model(Section, frozen=True):
         Literal["auto", "on", "off"],
         Meta(
             description="GPU: run steps of up to 32 rows as one persistent kernel. One model of a GPU can: 'auto' is the"
-            " largest one whose shape and GPU allow it, unless another model there says 'on'."
+            " smallest one whose shape and GPU allow it, unless another model there says 'on'."
         ),
     ] = "auto"
     megakernel_percent: Annotated[

@@ -113,6 +113,7 @@ def test_measured_step_times(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     [
         ("{}", "not a result of bench.step"),
         ("[1", "not a result of bench.step"),
+        ("[" * 100_000, "not a result of bench.step"),
         ('{"decode": []}', "no decode step was measured"),
         ('{"decode": [{"batch": 1, "context": 5, "wall_ms": -1}]}', "not a result of bench.step"),
         (None, "No such file"),
@@ -138,6 +139,7 @@ def test_unusable_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], cont
         (["batching", "plan", *PAPER[4:]], "--p --matrix is required"),
         ([*PAPER[:-1], "0"], "--concurrency: expected a whole number"),
         ([*PAPER[:-1], "2.5"], "--concurrency: expected a whole number"),
+        ([*PAPER[:-1], "1000000"], "--concurrency: expected at most 16384, got '1000000'"),
         ([*PAPER, "--latency-ms", "6,-1"], "--latency-ms: expected milliseconds"),
         ([*PAPER, "--contention", "nan"], "--contention: expected numbers of 0 or more"),
     ],
@@ -160,6 +162,8 @@ def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureF
         ([*THREE, "--q", "0.5"], "--q belongs to --p"),
         ([*THREE, "--commit", "1,1;1,1"], "commit: 3 models need 3 rows of 3"),
         ([*PAPER, "--contention", "1,1,1"], "contention: 3 values for 2 models"),
+        ([*PAPER, "--context", "128"], "--context belongs to --step"),
+        ([*PAPER, "--latency-ms", "1e-6,1e9"], "step times: 1e-06 ms for one request and 1e+09 ms for 4 are more than"),
         ([*PAPER, "--latency-ms", "1,2,3"], "routing: 3 models need 3 rows of 3"),
     ],
 )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from ipc.errors import MessageTooLargeError, RingClosedError
 from ipc.layout import State
 from ipc.outbox import Outbox
+from ipc.ring import RingProducer
 from tests.ipc.rings import SMALL, Ring, readable
 
 
@@ -137,6 +138,23 @@ def test_gathered_messages_leave_together_and_in_order(ring: Ring) -> None:
     assert [body for _, body in ring.read_all()] == [bytes([number]) for number in range(5)]
     assert outbox.send(b"x", 1)
     assert outbox.depth == (0, 0)
+
+
+def test_gathered_messages_of_a_kind_are_published_by_one_store(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed: list[tuple[int, int]] = []
+    push_many = RingProducer.try_push_many
+
+    def watched(producer: RingProducer, payloads: Sequence[bytes], kind: int) -> int:
+        pushed.append((kind, len(payloads)))
+        return push_many(producer, payloads, kind)
+
+    monkeypatch.setattr(RingProducer, "try_push_many", watched)
+    outbox = Outbox(ring.producer)
+    outbox.gather()
+    assert all(outbox.send(b"x", kind) for kind in (1, 1, 1, 2, 1))
+    outbox.release()
+    assert pushed == [(1, 3), (2, 1), (1, 1)]
+    assert [kind for kind, _ in ring.read_all()] == [1, 1, 1, 2, 1]
 
 
 def test_gathering_takes_no_more_than_the_spill_and_then_sends(ring: Ring) -> None:

@@ -10,6 +10,9 @@ from typing import TypeVar
 Part = TypeVar("Part")
 Matrix = tuple[tuple[float, ...], ...]
 
+MOST_REQUESTS = 1 << 14
+"""In flight of a plan: what is printed has a threshold for each of them."""
+
 _PLAN = """\
 Predicts the throughput of delayed-batching thresholds and finds the best ones. Needs no daemon.
 
@@ -94,7 +97,9 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--context", type=_count, metavar="TOKENS", help="with --step: nearest measured context (shortest)"
     )
-    plan.add_argument("--concurrency", type=_count, required=True, metavar="N", help="requests in flight")
+    plan.add_argument(
+        "--concurrency", type=_requests, required=True, metavar="N", help=f"requests in flight, up to {MOST_REQUESTS}"
+    )
     plan.add_argument(
         "--commit",
         type=_commit,
@@ -113,7 +118,12 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--gpus", type=_count, metavar="N", help="GPUs paid for (one per model; one in all with contention)"
     )
-    plan.add_argument("--max-batch", type=_count, metavar="N", help="most requests of a batch")
+    plan.add_argument(
+        "--max-batch",
+        type=_count,
+        metavar="N",
+        help="largest threshold to try; batches themselves take all that is ready",
+    )
     plan.set_defaults(local=_run_plan)
 
 
@@ -154,6 +164,12 @@ def _count(text: str) -> int:
     if number != int(number):
         raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
     return int(number)
+
+
+def _requests(text: str) -> int:
+    if (count := _count(text)) > MOST_REQUESTS:
+        raise argparse.ArgumentTypeError(f"expected at most {MOST_REQUESTS}, got {text!r}")
+    return count
 
 
 def _latency(text: str) -> tuple[float, float]:

@@ -17,6 +17,8 @@ from trouterd.batching.survey import Judged, Survey, survey
 from trouterd.table import table
 
 EXIT_OK, EXIT_USAGE = 0, 2
+_MOST_APART = 2_000
+"""Of step times: the throughput model follows the fast model's steps during a slow one."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,19 @@ def build_network(options: argparse.Namespace) -> Network:
     Raises:
         NetworkError: options that do not fit together, or a file that cannot be used.
     """
+    if options.context and not options.step:
+        raise NetworkError("--context belongs to --step; times of --latency-ms hold at any context")
     if options.step:
         step_times = [read_step_time(path, options.context) for path in options.step]
     else:
         step_times = [StepTime.affine(base / 1e3, more / 1e3) for base, more in options.latency_ms]
     count = len(step_times)
+    shortest, longest = min(time.of(1) for time in step_times), max(time.of(options.concurrency) for time in step_times)
+    if longest > _MOST_APART * shortest:
+        raise NetworkError(
+            f"step times: {shortest * 1e3:g} ms for one request and {longest * 1e3:g} ms for {options.concurrency} are more than"
+            f" {_MOST_APART:,} times apart"
+        )
     if options.p is not None:
         back = 1.0 if options.q is None else options.q
         routing = ((1 - options.p, options.p), (back, 1 - back))

@@ -251,11 +251,20 @@ class Supervisor:
         except ConfigError as error:
             log.error("reload: the configuration is not used: %s", "; ".join(error.problems))
             return
-        for name, value in differences(self._fleet.config, wanted):
-            try:
-                await self._verbs.set_key(name, value, "reload")
-            except Refused as error:
-                log.warning("reload: %s", error)
+        changes = dict(differences(self._fleet.config, wanted))
+        while changes:
+            refused: dict[str, Refused] = {}
+            for name, value in changes.items():
+                try:
+                    await self._verbs.set_key(name, value, "reload")
+                except Refused as error:
+                    refused[name] = error
+            if len(refused) == len(changes):
+                for problem in refused.values():
+                    log.warning("reload: %s", problem)
+                return
+            # One may only fit when another has changed: two models' thresholds.
+            changes = {name: changes[name] for name in refused}
 
 
 def _raise_file_limit() -> None:

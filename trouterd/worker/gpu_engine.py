@@ -18,7 +18,7 @@ from models.rows import RowDecoder
 from models.sampler import sample
 from trouterd.config import Model
 from trouterd.memory import Claim, Footprint, Memory, gib
-from trouterd.worker.largest_step import LargestStep, largest_steps
+from trouterd.worker.largest_step import LargestStep, largest_steps, prefill_steps
 
 _POLL = 1e-3
 Prepare = Callable[[ModelRunner], None]
@@ -190,7 +190,7 @@ class GpuEngine:
             weights.capture(runner)
             # By this process's own allocator: what is free on the GPU changes with the other models that are being loaded.
             graphs = meter.held() - before
-            for step in largest_steps(model, self.context):
+            for step in (*prefill_steps(model, self.context), *largest_steps(model, self.context)):
                 weights.exercise(runner, step)
             peak = meter.peak()
         del runner

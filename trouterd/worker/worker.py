@@ -23,6 +23,7 @@ from trouterd.worker.observer import Observer
 from trouterd.worker.outbound import Outbound
 from trouterd.worker.outcomes import Outcomes
 from trouterd.worker.pipeline import PipelinedStepper
+from trouterd.worker.recorder import Recorder
 from trouterd.worker.registry import Registry
 from trouterd.worker.request import State
 from trouterd.worker.route import WorkerRoute
@@ -98,6 +99,8 @@ class Worker:
             self._later,
         )
         self.events = Events(self.outcomes, self.stepper.hosted)
+        self.recorder: Recorder | None = None
+        """While somebody traces this worker."""
         self._device_answers = device_answers
         self._inbox: deque[Event] = deque()
         self._wake = asyncio.Event()
@@ -158,6 +161,11 @@ class Worker:
             "steps_in_flight": self.stepper.in_flight,
         }
 
+    @property
+    def busy(self) -> bool:
+        """A step runs, or is queued."""
+        return self.stepper.in_flight > 0 or self.stepper.started > 0
+
     def totals(self) -> dict[str, float]:
         """What has happened since the start, by metric name (see `stats.TOTALS`)."""
         return {"preemptions": self.scheduler.preemptions, "visitor_evictions": self.scheduler.evictions}
@@ -176,10 +184,14 @@ class Worker:
             DeviceLostError: a step failed and the device does not answer any more.
         """
         while not self._closing:
+            if self.recorder is not None:
+                self.recorder.turn()
             self._wake.clear()
             self._apply_events()
             again = await self._launch_steps()
             busy = self.stepper.in_flight > 0
+            if self.recorder is not None:
+                self.recorder.looked(self.stepper.in_flight, held=again < NEVER)
             if busy:
                 await self._collect(again)
             self._pass_on()
@@ -218,6 +230,8 @@ class Worker:
             await self._launch(chunks)
 
     async def _launch(self, chunks: list[Chunk]) -> None:
+        if self.recorder is not None:
+            self.recorder.launch(chunks, self.stepper.in_flight)
         self._note_start(chunks)
         begun = time.monotonic()
         self._begun = 0.0 if self.stepper.in_flight else begun
@@ -227,6 +241,8 @@ class Worker:
             log.exception("a step of %d requests failed; they end with an error", len(chunks))
             if not self._device_answers():
                 raise DeviceLostError("the device answers no more calls after a failed step") from error
+            if self.recorder is not None:
+                self.recorder.failed(self.stepper.in_flight)
             await self._drain()
             self.outcomes.fail(chunks)
             return
@@ -263,6 +279,8 @@ class Worker:
                 self._commit(outcome)
 
     def _commit(self, outcome: Outcome) -> None:
+        if self.recorder is not None:
+            self.recorder.outcome(outcome, self.stepper.in_flight)
         self.observer.note(outcome, self._begun, time.monotonic())
         with self.outbound.together():
             self.outcomes.commit(outcome)
