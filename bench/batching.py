@@ -11,12 +11,15 @@ with each other, and both with a measurement of the daemon, which --daemon makes
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from bench.delayed import markdown, measure, plots
+from bench.frontier_fault import FrontierError
+from bench.frontier_plot import require_matplotlib
 from trouterd.batching.bound import ideal
 from trouterd.batching.network import Network, StepTime
 from trouterd.batching.plan import plan
@@ -50,7 +53,10 @@ _SEED = 0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compute, print, write."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if problem := _problem(options):
+        parser.error(problem)
     if options.daemon:
         measured = measure(options.requests or DAEMON_REQUESTS, options.seconds, options.step_ms)
         lines = list(markdown(measured))
@@ -77,6 +83,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=40_000, metavar="N", help="of a simulation, all requests together")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     return parser
+
+
+def _problem(options: argparse.Namespace) -> str:
+    """What would end a measurement, or its report after minutes; '' if nothing."""
+    if min(options.requests or REQUESTS) < 1:
+        return "--requests: numbers from 1 on"
+    if options.steps < 1:
+        return "--steps: a number from 1 on"
+    if not (0 < options.seconds < math.inf and all(0 < ms < math.inf for ms in options.step_ms)):
+        return "--seconds, --step-ms: times above 0"
+    if options.plots is None:
+        return ""
+    if not options.daemon:
+        return "--plots: of what --daemon measures"
+    try:
+        require_matplotlib()
+    except FrontierError as error:
+        return str(error)
+    return ""
 
 
 def _times_ms(text: str) -> tuple[float, ...]:

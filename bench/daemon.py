@@ -9,11 +9,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from bench.fetch import UNIX, fetch
 from trouterd.control import Call, Reply, pack_frame, receive_frame
 from trouterd.daemon import READY_TIMEOUT, Daemon
 
@@ -38,7 +40,7 @@ class Served:
 
     def metrics(self) -> str:
         """What a GET of /metrics gives."""
-        return get(self.socket, "/metrics").decode()
+        return fetch(f"{UNIX}{self.socket}", "/metrics").decode()
 
     def cpu_seconds(self) -> dict[str, float]:
         """User and system time of every process of the daemon so far, by name."""
@@ -71,33 +73,33 @@ class Link:
         self._socket.close()
 
 
-def get(path: Path, target: str) -> bytes:
-    """The body of a GET over a unix socket.
-
-    Raises:
-        RuntimeError: the answer is no 200.
-    """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.connect(str(path))
-        connection.sendall(f"GET {target} HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n\r\n".encode())
-        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
-    head, _, body = answer.partition(b"\r\n\r\n")
-    if b" 200 " not in head.partition(b"\r\n")[0]:
-        raise RuntimeError(f"GET {target} of {path}: {head.decode(errors='replace').splitlines()[:1]}")
-    return body
-
-
 def _cpu(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return float(int(fields[11]) + int(fields[12])) / _TICKS
 
 
 @contextlib.contextmanager
-def running(folder: Path, config: str, *, ready_timeout: float = READY_TIMEOUT) -> Iterator[Served]:
-    """A daemon with this configuration text, its files and sockets in `folder`; drained at the end."""
+def running(
+    folder: Path,
+    config: str,
+    *,
+    ready_timeout: float = READY_TIMEOUT,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Served]:
+    """A daemon with this configuration text, its files and sockets in `folder`; drained at the end.
+
+    Args:
+        folder: is there.
+        config: text of trouterd.toml.
+        ready_timeout: seconds.
+        variables: of its environment, over this process's.
+
+    Raises:
+        trouterd.daemon.DaemonError: it did not start; it has said why on standard error.
+    """
     file = folder / "trouterd.toml"
     file.write_text(config)
     served = Served(folder / "api.sock", folder / "api.ctl")
     arguments = ["-c", str(file), "--socket", str(served.socket), "--control", str(served.control)]
-    with Daemon(arguments, ready_timeout=ready_timeout):
+    with Daemon(arguments, ready_timeout=ready_timeout, variables=variables):
         yield served

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.daemon import Link, Served, running
+from bench.fetch import UNIX
 from bench.step_shapes import SHAPES, write_shape
 from bench.step_tokenizer import write_tokenizer
 from bench.target import Counters, ModelCounters, Target
@@ -191,7 +192,7 @@ class Fleet:
     def _target(self, name: str, models: tuple[str, ...], large: str) -> Target:
         return Target(
             name=f"trouterd {name}",
-            url=f"unix:{self.served.socket}",
+            url=f"{UNIX}{self.served.socket}",
             model=name,
             gpus=self.deployment.gpus(models),
             counters=lambda: self.counters(models),
@@ -212,7 +213,7 @@ class Fleet:
             name: ModelCounters(
                 tokens=shown[name]["tokens"],
                 steps=shown[name]["steps"],
-                step_requests=shown[name]["step_requests"],
+                step_requests=int(shown[name]["step_requests"]),
                 busy_seconds=shown[name]["busy_seconds"],
                 handoffs=shown[name]["handoffs"],
             )
@@ -227,6 +228,18 @@ class Fleet:
             RuntimeError: it was refused.
         """
         return self._link.call("set", key=key, value=value)["old"]
+
+    @contextmanager
+    def holding(self, settings: Mapping[str, Any]) -> Iterator[None]:
+        """Live settings that are in force inside the block, set in this order; afterwards the old ones are, in turn from the last.
+
+        Raises:
+            RuntimeError: one was refused.
+        """
+        with ExitStack() as stack:
+            for key, value in settings.items():
+                stack.callback(self.live, key, self.live(key, value))
+            yield
 
     def call(self, verb: str) -> Any:
         """What a control verb answers. Raises RuntimeError."""
@@ -252,23 +265,27 @@ class Fleet:
 
 
 @contextmanager
-def serving(
-    deployment: Deployment, folder: Path, *, files: Path | None = None, ready_timeout: float = READY_TIMEOUT
-) -> Iterator[Fleet]:
+def serving(deployment: Deployment, folder: Path, *, ready_timeout: float = READY_TIMEOUT) -> Iterator[Fleet]:
     """A daemon of this deployment, ready; drained at the end.
 
     Args:
         deployment: what it serves.
-        folder: for its configuration and sockets, whose paths may have 107 bytes.
-        files: for the files of models, where several daemons share them; None: `folder`.
+        folder: for files of models, its configuration and its sockets, whose paths may have 107 bytes.
         ready_timeout: seconds.
 
     Raises:
         trouterd.daemon.DaemonError: it did not start; it has said why on standard error.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config = deployment.configuration(files or folder)
-    with running(folder, config, ready_timeout=ready_timeout) as served, closing(Link(served)) as link:
+    config = deployment.configuration(folder)
+    with running(folder, config, ready_timeout=ready_timeout) as served, fleet_of(deployment, served) as fleet:
+        yield fleet
+
+
+@contextmanager
+def fleet_of(deployment: Deployment, served: Served) -> Iterator[Fleet]:
+    """A running daemon of a deployment."""
+    with closing(Link(served)) as link:
         fleet = Fleet(deployment, served, link)
         # A line for every answer would cost more than the answer where each has one token.
         fleet.live("server.log_level", "warning")

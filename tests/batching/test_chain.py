@@ -82,3 +82,20 @@ def test_refusals() -> None:
         solve(paper_pair(), 2, (1,))
     with pytest.raises(ChainError, match="more than 100 states"):
         solve(load("R2R 10%", "A"), 4, (1, 1), most=100)
+
+
+@pytest.mark.parametrize("rare", [1e-4, 1e-7, 1e-10])
+def test_rare_moves(rare: float) -> None:
+    """They settle too slowly for products. Of four requests, two wait in turn until a third comes: 4, 3, 2 are left."""
+    pair = Network.pair((StepTime.affine(6.0e-3), StepTime.affine(27.9e-3)), rare)
+    # A third of each round's hand-overs happens with each of these numbers; 1 / rare small steps of requests lie between two.
+    expected = 3 / (6.0e-3 * (1 / 4 + 1 / 3 + 1 / 2))
+    assert solve(pair, 4, (1, 3)).tokens_per_second == pytest.approx(expected, rel=30 * rare + 1e-5)
+
+
+def test_chains_of_which_some_part_is_never_reached_again() -> None:
+    """Two requests stay for ever at whichever model they go to first: no law is the only one."""
+    times = (StepTime.affine(1), StepTime.affine(2), StepTime.affine(2))
+    routing = ((1 - 1e-9, 5e-10, 5e-10), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
+    with pytest.raises(ChainError, match="do not settle"):
+        solve(Network(times, routing, keep_commit(3), (1.0,) * 3), 2, (1, 1, 1))

@@ -241,6 +241,17 @@ def test_runs_of_one_length_are_replayed() -> None:
     assert visits in (9, 10, 11)
 
 
+def test_runs_without_a_step_and_models_that_nobody_leaves_can_be_replayed() -> None:
+    network = load("R2R 10%", "H")
+    assert best(network, [{0: 1.0, 9: 100.0}, {0: 1.0}], 4, (1, 1), (1, 3))
+    stays = Network.pair(network.step_times, 0.1, back=0.0)
+    workload = RunWorkload([{0: 1.0, 9: 100.0}, {1: 1.0}], stays.routing, 2, 0)
+    model = 0
+    for _ in range(50):
+        model = workload.move(0, model)
+    assert model == 1
+
+
 # What is kept
 
 

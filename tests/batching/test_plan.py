@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tests.batching.loads import load, paper_pair
 from tests.batching.test_simulator import networks
+from trouterd.batching import survey as survey_module
 from trouterd.batching.bound import ideal
 from trouterd.batching.chain import solve
 from trouterd.batching.launch import feasible
@@ -17,7 +18,7 @@ from trouterd.batching.policies import Delayed, constant
 from trouterd.batching.predictor import Predictor
 from trouterd.batching.search import all_feasible, search
 from trouterd.batching.simulator import simulate
-from trouterd.batching.survey import survey
+from trouterd.batching.survey import Judged, survey
 from trouterd.batching.workload import MarkovWorkload
 
 
@@ -103,6 +104,26 @@ def test_survey_names_its_methods() -> None:
     assert len(survey(paper_pair(), 4).judged) == 10
     assert survey(paper_pair(), 1).best.thresholds == (1, 1)
     assert max(max(judged.thresholds) for judged in survey(paper_pair(), 5, max_batch=2).judged) == 2
+
+
+@pytest.mark.parametrize(("models", "most"), [(3, 300), (4, 200), (6, 400)])
+def test_survey_looks_at_a_limited_number_of_thresholds(
+    models: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may be a simulation."""
+
+    def judge(_: Predictor, active: int, thresholds: tuple[int, ...]) -> Judged:
+        return Judged(thresholds, float(active), "simulated")
+
+    monkeypatch.setattr(survey_module, "_judge", judge)
+    times = tuple(StepTime.affine(step) for step in range(1, models + 1))
+    row = (1 / models,) * models
+    for contention in (0.0, 1.0):
+        network = Network(times, (row,) * models, keep_commit(models), (contention,) * models)
+        for active in (4, 6, 16, 64):
+            found = survey(network, active)
+            assert 1 < len(found.judged) <= most
+            assert found.eager.thresholds == (1,) * models
 
 
 def test_step_times_between_and_beyond_measurements() -> None:

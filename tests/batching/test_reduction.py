@@ -99,6 +99,14 @@ def test_models_that_are_not_used() -> None:
     assert Predictor(left, 6).steps_per_second(6, (1, 1, 1)) == pytest.approx(outcome.steps_per_second, rel=0.03)
 
 
+@pytest.mark.parametrize("moves", [(1e-13, 1e-13), (1e-17, 1e-17), (1e-17, 1e-11), (1e-11, 1e-17), (1e-11, 1e-11)])
+def test_moves_that_hardly_ever_happen(moves: tuple[float, float]) -> None:
+    """They are none, or their rates are numbers."""
+    pair = Network.pair((StepTime.affine(1), StepTime.affine(8)), *moves)
+    for thresholds in ((1, 1), (1, 6), (3, 4)):
+        assert 6 / 8 - 1e-6 <= Predictor(pair, 6).steps_per_second(6, thresholds) <= 6 + 1e-6
+
+
 def test_what_it_cannot_judge() -> None:
     predictor = Predictor(load("ME", "A"), 8)
     with pytest.raises(ValueError, match="only the slowest may wait"):

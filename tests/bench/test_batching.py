@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,23 @@ def test_report_of_the_daemon(tmp_path: Path) -> None:
         "every_n",
         "bursty.py",
     }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--requests", "4,0"], "--requests: numbers from 1 on"),
+        (["--steps", "0"], "--steps: a number from 1 on"),
+        (["--daemon", "--seconds", "nan"], "times above 0"),
+        (["--daemon", "--step-ms", "6,-1"], "times above 0"),
+        (["--plots", "x"], "--plots: of what --daemon measures"),
+        (["--daemon", "--plots", "x"], "pip install 'trouterd[bench]'"),
+    ],
+)
+def test_options_are_looked_at_before_anything_is_measured(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit):
+        batching.main(arguments)
+    assert message in capsys.readouterr().err

@@ -10,6 +10,9 @@ from typing import TypeVar
 Part = TypeVar("Part")
 Matrix = tuple[tuple[float, ...], ...]
 
+MOST_REQUESTS = 1 << 14
+"""In flight of a plan: what is printed has a threshold for each of them."""
+
 _PLAN = """\
 Predicts the throughput of delayed-batching thresholds and finds the best ones. Needs no daemon.
 
@@ -97,10 +100,10 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     )
     plan.add_argument(
         "--concurrency",
-        type=_list_of(_count),
+        type=_list_of(_requests),
         required=True,
         metavar="LIST",
-        help="requests in flight; several numbers give a row each",
+        help=f"requests in flight, up to {MOST_REQUESTS}; several numbers give a row each",
     )
     plan.add_argument(
         "--commit",
@@ -133,7 +136,12 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         help="GPUs paid for: of the whole deployment, or of each model (one per model; one in all with contention)",
     )
     plan.add_argument("--price", type=_factor, metavar="MONEY", help="of one GPU for an hour: costs are told in it too")
-    plan.add_argument("--max-batch", type=_count, metavar="N", help="most requests of a batch")
+    plan.add_argument(
+        "--max-batch",
+        type=_count,
+        metavar="N",
+        help="largest threshold to try; batches themselves take all that is ready",
+    )
     plan.set_defaults(local=_run_plan)
 
 
@@ -180,6 +188,12 @@ def _count(text: str) -> int:
     if number != int(number):
         raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
     return int(number)
+
+
+def _requests(text: str) -> int:
+    if (count := _count(text)) > MOST_REQUESTS:
+        raise argparse.ArgumentTypeError(f"expected at most {MOST_REQUESTS}, got {text!r}")
+    return count
 
 
 def _latency(text: str) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trouterd.batching.launch import feasible
 from trouterd.batching.network import Floats, Network
@@ -24,8 +25,15 @@ _FINE_GRIDS = range(50, 201)
 _ROUND = 50
 """Products of law and transition matrix between two checks for convergence."""
 _EDGE_PRODUCTS = 200_000_000
-"""At which to give up: a few seconds."""
+"""At which to give up: about a second."""
+_OVERHEAD = 2_000
+"""Edges that a product costs as much as in addition to its own."""
+_FEW_PRODUCTS = 2_000
+_FEW_STATES = 2_000
+"""Chains of so many are solved as linear equations if they have not settled after those products: where moves are rare, say."""
 _SETTLED = 1e-12
+_UNSETTLED = 1e-9
+"""Largest error of a solution's probabilities."""
 
 Counts = tuple[int, ...]
 State = tuple[Counts, Counts, Counts]
@@ -141,7 +149,7 @@ class _Space:
         return tuple(after[0]), tuple(after[1]), tuple(after[2])
 
     def solve(self) -> ChainResult:
-        """Throughput from the stationary law, found by power iteration from the start.
+        """Throughput from the stationary law, found by power iteration from the start, or as the solution of its equations.
 
         The chain is made lazy, so that periods do no harm; nor do states that are left for good.
         """
@@ -152,14 +160,38 @@ class _Space:
         law = np.zeros(len(self._states))
         law[0] = 1.0
         before = 0.0
-        for _ in range(1 + _EDGE_PRODUCTS // (_ROUND * len(chances))):
+        for count in range(0, _EDGE_PRODUCTS // (_OVERHEAD + len(chances)), _ROUND):
+            if count >= _FEW_PRODUCTS and len(law) <= _FEW_STATES:
+                law = self._solution(sources, targets, chances)
+                break
             for _ in range(_ROUND):
                 law = (law + np.bincount(targets, law[sources] * chances, len(law))) / 2
             rate = float(law @ steps / (law @ seconds))
             if abs(rate - before) <= _SETTLED * rate:
-                return ChainResult(rate, float(law @ tokens / (law @ seconds)), len(law))
+                break
             before = rate
-        raise ChainError(f"{len(law)} states do not settle: requests keep to groups that hardly ever mix")
+        else:
+            raise self._unsettled()
+        return ChainResult(float(law @ steps / (law @ seconds)), float(law @ tokens / (law @ seconds)), len(law))
+
+    def _solution(self, sources: NDArray[np.int64], targets: NDArray[np.int64], chances: Floats) -> Floats:
+        """The law that the moves leave as it is, if there is only one."""
+        equations = -np.eye(len(self._states))
+        np.add.at(equations, (targets, sources), chances)
+        equations[-1] = 1.0
+        right = np.zeros(len(equations))
+        right[-1] = 1.0
+        try:
+            law = np.linalg.solve(equations, right)
+        except np.linalg.LinAlgError as error:
+            raise self._unsettled() from error
+        left = np.bincount(targets, law[sources] * chances, len(law)) - law
+        if law.min() < -_UNSETTLED or not np.abs(left).max() < _UNSETTLED:
+            raise self._unsettled()
+        return np.asarray(law)
+
+    def _unsettled(self) -> ChainError:
+        return ChainError(f"{len(self._states)} states do not settle: requests keep to groups that hardly ever mix")
 
 
 def _quantum(times: Floats, parts: range) -> float:

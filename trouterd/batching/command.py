@@ -20,6 +20,8 @@ from trouterd.batching.survey import Judged, Survey, survey
 from trouterd.table import table
 
 EXIT_OK, EXIT_USAGE = 0, 2
+_MOST_APART = 2_000
+"""Of step times: the throughput model follows the fast model's steps during a slow one."""
 
 
 def run_plan(options: argparse.Namespace) -> int:
@@ -57,13 +59,21 @@ def build_network(options: argparse.Namespace) -> Network:
         NetworkError: options that do not fit together, or a file that cannot be used.
     """
     names: tuple[str, ...] = ()
+    if options.context and not options.step:
+        raise NetworkError("--context belongs to --step; times of --latency-ms hold at any context")
     if options.step:
         measured = [read_step_time(path, options.context) for path in options.step]
         step_times = [one.step_time for one in measured]
         names = _distinct([one.model for one in measured])
     else:
         step_times = [StepTime.affine(base / 1e3, more / 1e3) for base, more in options.latency_ms]
-    count = len(step_times)
+    count, most = len(step_times), max(options.concurrency)
+    shortest, longest = min(time.of(1) for time in step_times), max(time.of(most) for time in step_times)
+    if longest > _MOST_APART * shortest:
+        raise NetworkError(
+            f"step times: {shortest * 1e3:g} ms for one request and {longest * 1e3:g} ms for {most} are more than"
+            f" {_MOST_APART:,} times apart"
+        )
     if options.p is not None:
         back = 1.0 if options.q is None else options.q
         routing = ((1 - options.p, options.p), (back, 1 - back))

@@ -57,7 +57,7 @@ def read_step_time(path: Path, context: int | None = None) -> Measured:
         result = msgspec.convert(json.loads(path.read_text()), _Result)
     except OSError as error:
         raise NetworkError(f"{path}: {error.strerror or error}") from error
-    except (ValueError, msgspec.ValidationError) as error:
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise NetworkError(f"{path}: not a result of bench.step with decode steps: {error}") from error
     contexts = {case.context for case in result.decode}
     if not contexts:

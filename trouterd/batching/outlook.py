@@ -33,17 +33,16 @@ def expected(placement: Placement, concurrency: int, slowest: int, max_batch: in
         placement: of the models.
         concurrency: requests in flight.
         slowest: the model that routing is compared with.
-        max_batch: most requests of a batch.
+        max_batch: the largest threshold.
     """
     network = placement.network
-    size = concurrency if max_batch is None else min(concurrency, max_batch)
     found = survey(network, concurrency, max_batch)
     return Expected(
         concurrency,
         found.best,
         found.eager,
         ideal(network, concurrency) * network.tokens_per_step,
-        size / network.step_times[slowest].of(size),
+        concurrency / network.step_times[slowest].of(concurrency),
     )
 
 

@@ -11,7 +11,7 @@ from trouterd.batching.network import Floats, Network, StepTime
 _ROUNDS = 160
 _DAMPING = 0.5
 _NEVER = 1e-12
-"""Share of steps below which a model is taken as left for good."""
+"""Share of steps below which a model is taken as left for good, and probability below which a move is taken as none."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ def fold(network: Network, concurrency: int) -> Pair | int:
     shares = np.array(network.shares)[others]
     there = float(shares @ routing[others, slow] / shares.sum())
     back = float(1 - routing[slow, slow])
+    if min(there, back) < _NEVER:
+        return max(used, key=lambda model: network.shares[model])
     contention = network.contention[slow]
     if len(others) == 1:
         fast, fast_contention = network.step_times[others[0]], network.contention[others[0]]

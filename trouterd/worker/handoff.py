@@ -266,6 +266,7 @@ class Handoffs:
         else:
             # The way back from a verifier that took or wrote something is no hand-off without progress: the next round is due.
             request.stall = 0 if request.drafts and ids else message.stall
+            request.visit_source = message.source
             request.handoff_sent_ns = message.sent_ns
             if not self._combine(request, message):
                 self._back_here(request)

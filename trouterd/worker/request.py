@@ -87,7 +87,7 @@ class Request:
     warm: bool = False
     """Entry: the peers have been told of the request. Visitor: prefill its prompt while it is still with the entry."""
     visit_source: int = 0
-    """Visitor: worker index of the sender of the hand-off that brought it here."""
+    """Worker index of the sender of the hand-off that brought it here."""
     visit_start: int = 0
     """Output length when the request last came here."""
     finish: str = ""

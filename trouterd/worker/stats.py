@@ -62,7 +62,8 @@ class Stats:
     def handoff(self, source: int, target: int, suffix: int, run: int) -> None:
         """Count one hand-off sent, of `suffix` tokens and after `run` steps."""
         self.handoffs[source, target] += 1
-        self.runs[min(run, LONGEST_RUN)] += 1
+        if run:  # the request was not sent on at once
+            self.runs[min(run, LONGEST_RUN)] += 1
         self.suffix_tokens += suffix
 
     def handoff_started(self, seconds: float) -> None:
