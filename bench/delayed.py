@@ -13,8 +13,6 @@ workers measured them in that window. What the daemon cannot do, all models step
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -24,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.daemon import Served, running
+from bench.deployment import SCRIPT, Deployment, Fleet, ModelSpec, RouteSpec, serving
 from bench.load import Stream
 from bench.neighbours import Neighbours
 from trouterd.batching.launch import clamp
@@ -34,8 +32,6 @@ from trouterd.batching.predictor import Predictor
 from trouterd.batching.search import search
 from trouterd.batching.simulator import simulate
 from trouterd.batching.workload import MarkovWorkload
-from trouterd.control import Call, Reply, pack_frame, receive_frame
-from trouterd.demo import SMALL_DIRECTORY
 
 NAMES = ("small", "large")
 SHARE = 0.35
@@ -94,30 +90,6 @@ class Report:
     """Simulated tokens/s of models that step together, by requests."""
 
 
-class Link:
-    """A control connection for a whole measurement."""
-
-    def __init__(self, served: Served) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.connect(str(served.control))
-
-    def call(self, verb: str, **args: Any) -> Any:
-        """The answer to a verb.
-
-        Raises:
-            RuntimeError: it was refused, or failed.
-        """
-        self._socket.sendall(pack_frame(Call(id=1, verb=verb, args=args)))
-        reply = receive_frame(self._socket)
-        if not isinstance(reply, Reply) or reply.error:
-            raise RuntimeError(f"{verb} {args}: {reply}")
-        return reply.result
-
-    def close(self) -> None:
-        """Hang up."""
-        self._socket.close()
-
-
 @dataclass(frozen=True)
 class Settings:
     """What is measured, and how."""
@@ -138,43 +110,34 @@ def measure(settings: Settings) -> Report:
         folder = Path(name)
         delays, others = settings.step_ms, 0.0
         for _ in range(CALIBRATIONS):
-            with running(folder, configuration(folder, delays)) as served:
-                run = asyncio.run(_Bench(served, settings).calibration())
+            with serving(deployment(delays), folder) as fleet:
+                run = asyncio.run(_Bench(fleet, settings).calibration())
             found = zip(delays, settings.step_ms, run.step_ms, strict=True)
             delays, others = tuple(max(delay + wanted - taken, 0.0) for delay, wanted, taken in found), run.others
         report = Report(settings.step_ms, delays, others, settings.seconds)
-        with running(folder, configuration(folder, delays)) as served:
-            asyncio.run(_Bench(served, settings).run(report))
+        with serving(deployment(delays), folder) as fleet:
+            asyncio.run(_Bench(fleet, settings).run(report))
     return report
 
 
-def configuration(folder: Path, step_ms: Sequence[float]) -> str:
-    """Two scripted models, and one route per pattern; writes the scripts."""
-    vocabulary = json.loads((SMALL_DIRECTORY / "config.json").read_text())["vocab_size"]
-    lines = ["[server]"]
-    for name, first, delay in zip(NAMES, (100, 200), step_ms, strict=True):
-        path = folder / f"{name}.json"
-        script = {"vocab_size": vocabulary, "eos": 0, "ids": [first], "cycle": True, "delay_ms": delay}
-        sizes = {"context_length": 1 << 16, "num_pages": 1 << 16}
-        path.write_text(json.dumps(script | sizes))
-        lines += [f"[models.{name}]", f'path = "{path}"', 'format = "script"', f'tokenizer = "{SMALL_DIRECTORY}"']
-    for route, algorithm, params in (
-        ("geometric", "bernoulli", f"p = {SHARE}"),
-        ("every 3", "every_n", 'shape = "visit", n = 3'),
-        ("bursty", str(_BURSTY), ""),
-    ):
-        lines += [f'[routes."{_public(route)}"]', f"models = {json.dumps(NAMES)}", f'algorithm = "{algorithm}"']
-        lines.append(f"params = {{ {params} }}")
-    return "\n".join(lines) + "\n"
+def deployment(step_ms: Sequence[float]) -> Deployment:
+    """Two scripted models, and one route per pattern."""
+    return Deployment(
+        models=tuple(ModelSpec(name, f"{SCRIPT}{ms}") for name, ms in zip(NAMES, step_ms, strict=True)),
+        routes=(
+            RouteSpec("geometric", NAMES, "bernoulli", f"p = {SHARE}"),
+            RouteSpec("every-3", NAMES, "every_n", 'shape = "visit", n = 3'),
+            RouteSpec("bursty", NAMES, str(_BURSTY)),
+        ),
+    )
 
 
 class _Bench:
     """The measurements of one daemon."""
 
-    def __init__(self, served: Served, settings: Settings) -> None:
-        self._served, self._settings = served, settings
-        self._link = Link(served)
-        self._neighbours = Neighbours([process["pid"] for process in served.ctl("status")["processes"]])
+    def __init__(self, fleet: Fleet, settings: Settings) -> None:
+        self._fleet, self._settings = fleet, settings
+        self._neighbours = Neighbours([process["pid"] for process in fleet.served.ctl("status")["processes"]])
 
     @property
     def _middle(self) -> int:
@@ -182,10 +145,9 @@ class _Bench:
 
     async def calibration(self) -> Run:
         """One window of the middle number of requests that launch eagerly."""
-        async with _load(self._served, "geometric", self._middle):
-            _pin(self._link, (1, 1), self._middle)
+        async with _load(self._fleet, "geometric", self._middle):
+            _pin(self._fleet, (1, 1), self._middle)
             run = await self._window(self._middle, "geometric", "eager", SETTLE)
-        self._link.close()
         return run
 
     async def run(self, report: Report) -> None:
@@ -199,13 +161,12 @@ class _Bench:
             report.synchronous[count] = outcome.tokens_per_second
         for pattern in self._settings.patterns:
             report.runs += await self._pattern(pattern, self._middle)
-        self._link.close()
 
     async def _geometric(self, count: int) -> list[Run]:
         """The best thresholds for the step times that were asked for, wrong ones, and none."""
         runs: list[Run] = []
-        async with _load(self._served, "geometric", count):
-            _pin(self._link, (1, 1), count)
+        async with _load(self._fleet, "geometric", count):
+            _pin(self._fleet, (1, 1), count)
             first = await self._window(count, "geometric", "eager", SETTLE)
             times = [StepTime.affine(ms / 1e3) for ms in self._settings.step_ms]
             network = Network.pair(times, SHARE, handoff=first.handoff_ms / 1e3)
@@ -219,7 +180,7 @@ class _Bench:
             for _ in range(self._settings.repeats):
                 turn: list[Run] = []
                 for how, thresholds in tries.items():
-                    _pin(self._link, thresholds, count)
+                    _pin(self._fleet, thresholds, count)
                     turn.append(await self._window(count, "geometric", how, SETTLE))
                 runs += [_over(run, turn[0]) for run in turn]
         return runs
@@ -227,14 +188,14 @@ class _Bench:
     async def _pattern(self, pattern: str, count: int) -> list[Run]:
         """Eager, the best thresholds of geometric runs, and the controller's."""
         runs: list[Run] = []
-        async with _load(self._served, pattern, count):
+        async with _load(self._fleet, pattern, count):
             for _ in range(self._settings.repeats):
-                self._link.call("set", key="batching.mode", value="eager")
+                self._fleet.live("batching.mode", "eager")
                 runs.append(await self._window(count, pattern, "eager", SETTLE))
                 best = search(Predictor(nominal_of(runs[0]), count), count).thresholds
-                _pin(self._link, best, count)
+                _pin(self._fleet, best, count)
                 runs.append(_over(await self._window(count, pattern, "B*", SETTLE), runs[-1]))
-            self._link.call("set", key="batching.mode", value="auto")
+            self._fleet.live("batching.mode", "auto")
             for repeat in range(self._settings.repeats):
                 run = await self._window(count, pattern, "controller", SETTLE if repeat else LEARN)
                 runs.append(_over(run, runs[2 * repeat]))
@@ -250,9 +211,9 @@ class _Bench:
 
     async def _look(self, count: int, pattern: str, how: str) -> Run:
         self._neighbours.start()
-        before = (await asyncio.to_thread(self._link.call, "batching"))["models"]
+        before = (await asyncio.to_thread(self._fleet.call, "batching"))["models"]
         await asyncio.sleep(self._settings.seconds)
-        after = (await asyncio.to_thread(self._link.call, "batching"))["models"]
+        after = (await asyncio.to_thread(self._fleet.call, "batching"))["models"]
         others = self._neighbours.busy()
 
         def grown(name: str, key: str) -> float:
@@ -296,20 +257,15 @@ def nominal_of(run: Run) -> Network:
     return Network.pair(times, min(run.share, 1.0), handoff=run.handoff_ms / 1e3)
 
 
-def _pin(link: Link, thresholds: Sequence[int], count: int) -> None:
-    for name in NAMES:
-        link.call("set", key=f"models.{name}.thresholds", value=[])
-    for name, threshold in zip(NAMES, thresholds, strict=True):
-        values = [clamp(thresholds, active)[NAMES.index(name)] for active in range(1, count)] + [threshold]
-        link.call("set", key=f"models.{name}.thresholds", value=values)
-    link.call("set", key="batching.mode", value="manual")
+def _pin(fleet: Fleet, thresholds: Sequence[int], count: int) -> None:
+    fleet.pin(dict(zip(NAMES, thresholds, strict=True)), count)
 
 
 @asynccontextmanager
-async def _load(served: Served, pattern: str, count: int) -> AsyncIterator[None]:
+async def _load(fleet: Fleet, pattern: str, count: int) -> AsyncIterator[None]:
     """Streams that are under way inside the block."""
     loop = asyncio.get_running_loop()
-    ends = [await loop.create_unix_connection(Stream, str(served.socket)) for _ in range(count)]
+    ends = [await loop.create_unix_connection(Stream, str(fleet.served.socket)) for _ in range(count)]
     asks = [
         asyncio.ensure_future(protocol.ask(transport, _body(pattern, number)))
         for number, (transport, protocol) in enumerate(ends)

@@ -63,6 +63,7 @@ class DeviceRunner:
         max_pages: entries of a slot's page table row.
         depth: most steps in flight that pay.
         buckets: token rows of captured steps, rising.
+        extend_graphs: capture also steps with several rows of a slot.
     """
 
     inline = False
@@ -76,6 +77,7 @@ class DeviceRunner:
         max_pages: int,
         depth: int = 2,
         buckets: Sequence[int] = BUCKETS,
+        extend_graphs: bool = True,
     ) -> None:
         self.depth = depth
         self.vocab_size = decoder.vocab_size
@@ -85,7 +87,7 @@ class DeviceRunner:
         self.page_size = decoder.page_size
         self.num_pages = decoder.num_pages
         self._slots = SlotTable(max_slots, max_pages, decoder.device)
-        self._steps = _steps(decoder, self._slots, tuple(buckets))
+        self._steps = _steps(decoder, self._slots, tuple(buckets), extend_graphs)
         self._decided: tuple[bool, ...] = ()
         self._route = np.full(max_slots, NO_ROUTE, np.int64)
         """Per slot: its route if the device decides it."""
@@ -174,12 +176,12 @@ class DeviceRunner:
             raise RuntimeError(f"{call} with {self.in_flight} steps in flight: poll their records first")
 
 
-def _steps(decoder: RowDecoder, slots: SlotTable, buckets: tuple[int, ...]) -> Steps:
+def _steps(decoder: RowDecoder, slots: SlotTable, buckets: tuple[int, ...], extend_graphs: bool) -> Steps:
     if decoder.device.type != "cuda":
         return EagerSteps(decoder, slots)
     from models.cuda.captured_steps import CudaSteps  # imports triton
 
-    return CudaSteps(decoder, slots, buckets)
+    return CudaSteps(decoder, slots, buckets, extends=extend_graphs)
 
 
 def _find_runs(slots: IntArray, positions: IntArray) -> Runs:

@@ -56,7 +56,7 @@ def test_report_of_the_daemon(tmp_path: Path) -> None:
     assert lines[-1] == "Models that step together, 4 requests: 80.0 token/s."
     assert delayed.scaled((1, 5), 2.0, 8) == (1, 8)
     assert delayed.scaled((1, 5), 0.5, 8) == (1, 2)
-    (tmp_path / "trouterd.toml").write_text(delayed.configuration(tmp_path, (6.0, 28.0)))
+    (tmp_path / "trouterd.toml").write_text(delayed.deployment((6.0, 28.0)).configuration(tmp_path))
     config = settings.load(tmp_path / "trouterd.toml", {})
     assert {route.algorithm.rpartition("/")[2] for route in config.routes.values()} == {
         "bernoulli",

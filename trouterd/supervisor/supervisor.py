@@ -83,6 +83,7 @@ class Supervisor:
             server = self._config.server
             self._listeners = Listeners.open(server, inherited.api)
             stack.callback(self._listeners.close)
+            stack.callback(self._config.turn_file.unlink, missing_ok=True)
             control: UnixListener | None = None
             if inherited.control is None:
                 control = open_unix("server.control", Path(server.control), CONTROL_MODE)

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from trouterd.batching.report import Lists
+from trouterd.calls import Refused
 from trouterd.config import Config
 from trouterd.metrics import Family, counter, histogram
 from trouterd.worker.events import Command
@@ -33,7 +34,15 @@ class Batching:
         self.configure(config)
 
     def configure(self, config: Config) -> None:
-        """Put the configuration into force; between two steps only."""
+        """Put the configuration into force; between two steps only.
+
+        Raises:
+            Refused: models cannot take turns; nothing has changed then.
+        """
+        try:
+            self._worker.take_turns(None if config.batching.overlap else config.turn_file)
+        except OSError as error:
+            raise Refused(f"batching.overlap: cannot open {config.turn_file}: {error.strerror}") from error
         self._config = config
         model, mode = config.models[self._model], config.batching.mode
         thresholds = {"auto": self._learned.thresholds.get(self._model, []), "manual": model.thresholds, "eager": []}
@@ -41,10 +50,12 @@ class Batching:
         self._worker.launching.configure(thresholds[mode], linger, relax=config.batching.relax)
 
     def families(self) -> list[Family]:
-        """Metrics of the rule."""
+        """Metrics of the rule, and of the time that it is about."""
         rule, own = self._worker.launching, {"model": self._model}
         reasons = [({**own, "reason": reason.value}, count) for reason, count in rule.reasons.items()]
+        busy = [(own, self._worker.observer.busy_seconds)]
         return [
+            counter("worker_busy_seconds", "Time in steps, from launch to results.", busy),
             counter("batching_launches", "Steps launched while more than one ready request was asked for.", reasons),
             histogram("batching_hold_seconds", "How long such a launch was held back.", [(own, rule.holds)]),
         ]

@@ -114,6 +114,7 @@ class DecoderWeights:
         self._fast = fast
         self._depth = model.depth
         self._graphs = model.graphs
+        self._extend_graphs = model.extend_graphs
         self.page_bytes = decoder.kv_bytes_per_page
 
     def runner(self, num_pages: int, max_slots: int, max_pages: int) -> ModelRunner:
@@ -121,7 +122,13 @@ class DecoderWeights:
         self._allocate(num_pages)
         if self._fast is not None:
             self._fast.attach()
-        return DeviceRunner(self._decoder, max_slots=max_slots, max_pages=max_pages, depth=self._depth)
+        return DeviceRunner(
+            self._decoder,
+            max_slots=max_slots,
+            max_pages=max_pages,
+            depth=self._depth,
+            extend_graphs=self._extend_graphs,
+        )
 
     def capture(self, runner: ModelRunner) -> None:
         """Capture its graphs unless models.X.graphs is false."""

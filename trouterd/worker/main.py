@@ -306,7 +306,11 @@ async def _open(control: Control, loaded: Loaded, routes: Mapping[str, WorkerRou
 
 async def _serve(control: Control, worker: Worker, engine: Engine, loaded: Loaded) -> int:
     name, model = control.boot.role, control.config.models[control.boot.role]
-    process = WorkerProcess(control, worker, name)
+    try:
+        process = WorkerProcess(control, worker, name)
+    except Refused as error:
+        control.fatal(str(error))
+        return 1
     needed = BYTES_PER_TOKEN * engine.runner.context_length + MESSAGE_OVERHEAD
     if needed > process.links.max_message:
         control.fatal(

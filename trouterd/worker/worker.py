@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
 
 from ipc.messages import NackReason
 from models.batch import ModelRunner
@@ -32,8 +33,12 @@ from trouterd.worker.stats import Stats
 from trouterd.worker.stepper import NEVER, Outcome, Stepper
 from trouterd.worker.stream import TokenStream
 from trouterd.worker.synchronous import SynchronousStepper
+from trouterd.worker.turn import Turn
 
 log = logging.getLogger(__name__)
+
+TURN_PATIENCE = 1.0
+"""Seconds after which a worker that waits for its turn looks again, although it is told."""
 
 
 class DeviceLostError(RuntimeError):
@@ -103,6 +108,9 @@ class Worker:
         self._closing = False
         self._begun = 0.0
         """When the launch of the step in flight was decided on, if it is the only one; 0 otherwise."""
+        self._turn: Turn | None = None
+        self._alone = False
+        """A step is launched while no other one runs, here or at another worker."""
 
     # From the other two loops
 
@@ -121,6 +129,19 @@ class Worker:
         for request in self.requests.values():
             if request.route.name == route:
                 self.scheduler.set_hosted(request, self.stepper.hosted(request))
+
+    def take_turns(self, path: Path | None) -> None:
+        """From now on launch a step only while no other worker of the daemon runs one, and none behind a running one.
+
+        Args:
+            path: the lock file that the workers share; None: launch freely.
+
+        Raises:
+            OSError: it cannot be opened; nothing has changed then.
+        """
+        if path is not None and self._turn is None:
+            self._turn = Turn(path, self._wake.set)
+        self._alone = path is not None
 
     def gauges(self) -> dict[str, float]:
         """What is here right now, by metric name (see `stats.GAUGES`)."""
@@ -176,7 +197,9 @@ class Worker:
             self._pass_on()
             if busy:
                 await self._collect(again)
-            # A visitor that delayed batching holds back is not blocked.
+            if self._turn is not None and self._turn.held and not self.stepper.in_flight:
+                self._turn.give_back()
+            # A visitor that is held back by delayed batching, or by whose turn it is, is not blocked.
             held = again < NEVER
             if not busy and (held or not self._refuse_blocked()) and not self._inbox:
                 await self._wait(again)
@@ -194,15 +217,20 @@ class Worker:
         """Launch what can be launched now; returns when to try again if nothing happens before."""
         now = time.monotonic()
         self.observer.ready(now)
+        turn = self._turn if self._alone else None
         while True:
             due = self.stepper.launch_at(bool(self.scheduler.hosted))
             if due <= now:
                 due = self.launching.due(now, in_flight=self.stepper.in_flight > 0)
             if due > now:
                 return due
+            if turn is not None and self.stepper.in_flight:
+                return NEVER
             chunks = self.scheduler.plan()
             if not chunks or not self.stepper.worthwhile(chunks):
                 return NEVER
+            if turn is not None and not turn.take():
+                return now + TURN_PATIENCE
             await self._launch(chunks, now)
             now = time.monotonic()
 
