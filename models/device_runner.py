@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -63,6 +63,7 @@ class DeviceRunner:
         max_pages: entries of a slot's page table row.
         depth: most steps in flight that pay.
         buckets: token rows of captured steps, rising.
+        steps: makes what runs the steps; None: what the decoder's device takes.
     """
 
     inline = False
@@ -76,6 +77,7 @@ class DeviceRunner:
         max_pages: int,
         depth: int = 2,
         buckets: Sequence[int] = BUCKETS,
+        steps: Callable[[SlotTable], Steps] | None = None,
     ) -> None:
         self.depth = depth
         self.vocab_size = decoder.vocab_size
@@ -85,7 +87,7 @@ class DeviceRunner:
         self.page_size = decoder.page_size
         self.num_pages = decoder.num_pages
         self._slots = SlotTable(max_slots, max_pages, decoder.device)
-        self._steps = _steps(decoder, self._slots, tuple(buckets))
+        self._steps = steps(self._slots) if steps else _steps(decoder, self._slots, tuple(buckets))
         self._decided: tuple[bool, ...] = ()
         self._route = np.full(max_slots, NO_ROUTE, np.int64)
         """Per slot: its route if the device decides it."""
