@@ -54,6 +54,8 @@ PAGE_SIZE = 16
 VOCAB = 151_936
 NAMES = ("small", "large")
 PHASES = ("commit + send", "receive", "plan", "launch", "stay", "cycle")
+LINGER = 0.2
+"""Seconds until those whose prompts were fed earlier go on, and meet the others at the other model."""
 WARM_UP = 30
 """Cycles that do not count."""
 
@@ -94,7 +96,7 @@ class Side:
         routes = build_routes(config, name, facts, dict.fromkeys(NAMES, frozenset({0})))
         kv = KvCache(pages, PAGE_SIZE, load.requests, load.context, prefix_cache=True)
         self.worker = Worker(index, routes, runner, kv, 2048)
-        self.worker.launching.configure((load.requests,) * load.requests, 60.0, relax=False)
+        self.worker.launching.configure((load.requests,) * load.requests, LINGER, relax=False)
         self._plan = self.worker.scheduler.plan
         self.worker.scheduler.plan = self._timed_plan  # type: ignore[method-assign]
 
