@@ -46,6 +46,8 @@ def param_rows(members: Sequence[Request], device: torch.device) -> dict[str, to
 
 def suffix_for(request: Request, model: int) -> Handoff | None:
     """What the algorithm wants to send; None when it fails."""
+    if request.route.sends_all:
+        return Handoff(max(request.known[model], 0), request.output_length)
     try:
         handoff = request.route.algorithm.send(_view(request), model)
         # Conversions, so that a wrong type is a fault of the algorithm here and not of the worker later.
@@ -57,6 +59,8 @@ def suffix_for(request: Request, model: int) -> Handoff | None:
 
 def accepted(request: Request, ids: list[int], payload: bytes) -> int:
     """How many of the ids that came the algorithm takes; none when it fails."""
+    if request.route.accepts_all:
+        return len(ids)
     try:
         return max(0, min(int(request.route.algorithm.receive(_view(request), ids, payload)), len(ids)))
     except (Exception, SystemExit):  # code of users: its faults cost tokens of this request only

@@ -63,23 +63,24 @@ class Handoffs:
             model: route index of the receiver.
             held: the dropped sample of the rewrite family, NO_TOKEN in the keep family.
         """
-        route = request.route
+        route, side = request.route, request.route.side
         target = route.workers[model]
         if not self.outbound.available(target):
             return False
-        if route.side != 0 and model != 0 and not self.stream(request, holder=target):
+        if side != 0 and model != 0 and not self.stream(request, holder=target):
             return False
         handoff = suffix_for(request, model)
         if handoff is None:
             return None
-        unknown = request.known[model] < 0
+        seen = request.known[model]
         # Neither before the output nor behind a gap, whatever the algorithm says.
-        start = max(min(handoff.start, request.known[model]), 0)
+        start = max(min(handoff.start, seen), 0)
         length = request.output_length
         scores = () if request.redo else tuple(request.scores)
         stop = length + len(scores)
         now = time.monotonic_ns()
-        known = tuple(length if m in (route.side, model) else k for m, k in enumerate(request.known))
+        known = request.known.copy()
+        known[side] = known[model] = length
         message = PeerReq(
             rid=request.rid,
             source=self.index,
@@ -89,11 +90,11 @@ class Handoffs:
             start=start,
             token_ids=_suffix(request, start, stop),
             loc=length if scores else handoff.loc,
-            known=known,
+            known=tuple(known),
             writers=bytes(request.writers[start:stop]),
             stall=request.stall + 1,
             handoffs=request.handoffs + 1,
-            submit=request.submit if unknown else None,
+            submit=request.submit if seen < 0 else None,
             payload=handoff.payload,
             scores=scores,
             forwards=tuple(request.forwards),
@@ -104,7 +105,7 @@ class Handoffs:
         request.handoff_seq += 1
         request.handoffs += 1
         request.stall += 1
-        request.known = list(known)
+        request.known = known
         request.held = held
         request.holder = model
         request.pending_since_ns = now
@@ -231,6 +232,9 @@ class Handoffs:
         if not _fresh(request, message):
             self.stats.stale_messages += 1
             return
+        if not request.stash and message.start <= request.output_length:
+            self._apply(request, message)
+            return
         request.stash.append(message)
         request.stash.sort(key=lambda m: (m.start, m.handoff_seq))
         while request.stash and request.stash[0].start <= request.output_length and not request.over:
@@ -265,7 +269,7 @@ class Handoffs:
             request.holder = request.route.workers.index(message.destination)
         else:
             # The way back from a verifier that took or wrote something is no hand-off without progress: the next round is due.
-            request.stall = 0 if request.drafts and ids else message.stall
+            request.stall = 0 if request.route.drafts and ids else message.stall
             request.handoff_sent_ns = message.sent_ns
             if not self._combine(request, message):
                 self._back_here(request)
@@ -273,6 +277,9 @@ class Handoffs:
 
     def _take_in(self, request: Request, ids: list[int], writers: bytes, going_on: bool) -> None:
         """Commit what came. Drafts that it repeats keep their KV; the others are over at the first difference, or at the end."""
+        if not request.scores:
+            request.extend(ids, writers)
+            return
         drafts = request.tokens[request.settled :]
         same = next(
             (n for n, (a, b) in enumerate(zip(ids, drafts, strict=False)) if a != b), min(len(ids), len(drafts))
@@ -286,8 +293,7 @@ class Handoffs:
         if request.scores and not (going_on and same == len(ids)):
             request.cut(request.output_length)
             self.scheduler.truncate(request)
-        for token, writer in zip(ids[same:], writers[same:], strict=True):
-            request.append(token, writer)
+        request.extend(ids[same:], writers[same:])
 
     def _combine(self, request: Request, message: PeerReq) -> bool:
         """Write the token that the algorithm makes of a payload, if it makes one; True when that ends the answer."""
@@ -361,4 +367,4 @@ def _suffix(request: Request, start: int, stop: int) -> bytes:
 
 def _most(mine: Sequence[int], told: Sequence[int]) -> list[int]:
     """Counts per model: the later ones, which are the larger ones."""
-    return [max(a, b) for a, b in zip(mine, told, strict=True)] if told else list(mine)
+    return list(map(max, mine, told)) if told else list(mine)

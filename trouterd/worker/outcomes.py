@@ -60,18 +60,19 @@ class Outcomes:
         """Apply a step that has ended; what it says of requests that have moved on since its launch is void."""
         row = -1
         for chunk in outcome.chunks:
-            row += chunk.wants_logits
+            wanted = chunk.wants_logits
+            row += wanted
             if not chunk.current:
                 continue
             request = chunk.request
-            if chunk.wants_logits and not outcome.alive[row]:
+            if wanted and not outcome.alive[row]:
                 # Not by our books, but the device has the last word: feed the row from here.
                 self.scheduler.rewind(request, chunk.first)
                 continue
             request.forwards[request.route.side] += 1
             # Pages with drafts would be cut again, which those in the prefix cache cannot be.
             self.scheduler.kv.commit(request.slot, request.tokens, min(chunk.end, request.settled))
-            if chunk.wants_logits:
+            if wanted:
                 if not outcome.stays[row]:
                     # A row behind this one, queued already, is dead.
                     self.scheduler.rewind(request, chunk.end)
@@ -135,7 +136,7 @@ class Outcomes:
         if destination == FAILED:
             self.fail_one(request)
             return
-        if request.drafts:
+        if request.route.drafts:
             self.drafting.drafted(request, token, outcome.scores[row])
             return
         if request.scores and not self.drafting.verified(request, outcome.accepted[row], token):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from algorithms.drafting import Drafter
 from ipc.messages import MODEL_UNKNOWN, PeerReq, Submit, unpack_ids
 from trouterd.worker.route import WorkerRoute
 
@@ -123,11 +123,6 @@ class Request:
         return len(self.tokens) - self.prompt_length - len(self.scores)
 
     @property
-    def drafts(self) -> bool:
-        """Tokens that are written here are drafts."""
-        return isinstance(self.route.algorithm, Drafter)
-
-    @property
     def settled(self) -> int:
         """Prompt and committed output tokens."""
         return len(self.tokens) - len(self.scores)
@@ -164,6 +159,13 @@ class Request:
         self.tokens.append(token)
         self.writers.append(writer)
         self.stall = 0
+
+    def extend(self, tokens: Sequence[int], writers: bytes) -> None:
+        """Commit output tokens, with the writer of each."""
+        if tokens:
+            self.tokens += tokens
+            self.writers += writers
+            self.stall = 0
 
     def cut(self, output_length: int) -> None:
         """Forget output tokens from `output_length` on, and all drafts (KV is the caller's business)."""

@@ -30,9 +30,11 @@ class Chunk:
     @classmethod
     def of(cls, request: Request, count: int) -> Chunk:
         """The next rows of a request that is here."""
-        first, own = request.fed, request.chained
-        wanted = 1 if own else max(0, first + count - max(first, request.first_wanted))
-        return cls(request, first, count, wanted, own, request.residency)
+        first = request.fed
+        if request.chained:
+            return cls(request, first, count, 1, True, request.residency)
+        wanted = max(0, first + count - max(first, request.first_wanted))
+        return cls(request, first, count, wanted, False, request.residency)
 
     @property
     def wants_logits(self) -> bool:
@@ -85,7 +87,8 @@ class Scheduler:
 
     def add(self, request: Request, *, front: bool = False) -> None:
         """A request is here now: new, or back from a peer."""
-        self._not_away(request)
+        if not request.is_entry:
+            self._not_away(request)
         if request.hosted:
             self.hosted.add(request.rid)
         if request.slot == NO_SLOT:
@@ -152,11 +155,12 @@ class Scheduler:
             # An earlier request of this very loop may have preempted this one.
             if request.state is not State.RUNNING:
                 continue
-            count = self._rows(request, min(due, budget))
-            if count and self._reserve(request, request.fed + count, planned):
+            chunk = self._chunk(request, min(due, budget))
+            if chunk.count and self._reserve(request, chunk.end, planned):
                 planned.add(request.rid)
-                chunks.append(self._chunk(request, count))
-                budget -= count
+                self._logits_left -= chunk.wanted
+                chunks.append(chunk)
+                budget -= chunk.count
         budget -= self._admit(chunks, planned, budget)
         if self.waiting:
             self.short_of_room = budget > 0
@@ -208,29 +212,26 @@ class Scheduler:
             request = self.waiting[0]
             if not (self._has_room(request, planned) and self._open(request, planned)):
                 break
-            count = self._rows(request, min(request.unfed, budget - used))
+            chunk = self._chunk(request, min(request.unfed, budget - used))
             # A preempted request must not preempt in turn, or two large ones would evict each other for ever.
-            if not count or not self._reserve(request, request.fed + count, planned, preempt=False):
+            if not chunk.count or not self._reserve(request, chunk.end, planned, preempt=False):
                 self.release(request)
                 break
             self.waiting.popleft()
             request.state = State.RUNNING
             self.running.append(request)
             planned.add(request.rid)
-            chunks.append(self._chunk(request, count))
-            used += count
+            self._logits_left -= chunk.wanted
+            chunks.append(chunk)
+            used += chunk.count
         return used
 
-    def _rows(self, request: Request, count: int) -> int:
-        """As many of the next `count` rows as the step has logits left for."""
-        if count <= self._logits_left:
-            return count
-        return count - max(0, Chunk.of(request, count).wanted - self._logits_left)
-
     def _chunk(self, request: Request, count: int) -> Chunk:
+        """As many of the next `count` rows as the step has logits left for."""
         chunk = Chunk.of(request, count)
-        self._logits_left -= chunk.wanted
-        return chunk
+        if chunk.wanted <= self._logits_left:
+            return chunk
+        return Chunk.of(request, count - (chunk.wanted - self._logits_left))
 
     def _warm(self, chunks: list[Chunk], budget: int) -> None:
         """Prefill prompts of visitors that are still with their entry, from free pages only."""
@@ -319,8 +320,9 @@ class Scheduler:
 
     def _leave_one_unfed(self, request: Request) -> None:
         """A request that is here needs the logits of its last token, so that one must be fed (again); and drafts to be verified."""
-        if request.fed > request.first_wanted:
-            self.rewind(request, request.first_wanted)
+        first = request.first_wanted
+        if request.fed > first:
+            self.rewind(request, first)
 
     def _dequeue(self, request: Request) -> None:
         self.hosted.discard(request.rid)
