@@ -236,7 +236,7 @@ def main() -> int:
         sides = uvloop.run(hand_to_and_fro(load, profile))
         print(f"{report(load, sides)}   (load {os.getloadavg()[0]:.1f})", flush=True)
         if profile is not None:
-            pstats.Stats(profile).sort_stats("tottime").print_stats(40)
+            pstats.Stats(profile).sort_stats("tottime").print_stats(60)
     return 0
 
 

@@ -93,6 +93,8 @@ class DeviceRunner:
         """Per slot: its route if the device decides it."""
         self._next = np.zeros(max_slots, np.int64)
         """Per slot: the position of its own next token, if it stays till then."""
+        self._asked: tuple[StepRows | None, tuple[int, ...]] = None, ()
+        """The latest rows and their routes, until some slot's changes."""
         self._launched = 0
         self._polled = 0
 
@@ -129,6 +131,7 @@ class DeviceRunner:
             setup = replace(setup, route=NO_ROUTE)
         self._slots.setup(setup)
         self._route[setup.slot] = setup.route
+        self._asked = None, ()
 
     def set_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
         """Entries `first`... of the slot's page table row. Raises ValueError when they do not fit."""
@@ -167,9 +170,11 @@ class DeviceRunner:
 
     def _routes_of(self, rows: StepRows) -> tuple[int, ...]:
         """Routes of the logit rows that the device decides, rising."""
-        present = set(self._route[rows.slots[rows.logit_rows]].tolist())
-        present.discard(NO_ROUTE)
-        return tuple(sorted(present))
+        if self._asked[0] is not rows:
+            present = set(self._route[rows.slots[rows.logit_rows]].tolist())
+            present.discard(NO_ROUTE)
+            self._asked = rows, tuple(sorted(present))
+        return self._asked[1]
 
     def _expect_idle(self, call: str) -> None:
         if self.in_flight:
@@ -186,6 +191,8 @@ def _steps(decoder: RowDecoder, slots: SlotTable, buckets: tuple[int, ...]) -> S
 
 def _find_runs(slots: IntArray, positions: IntArray) -> Runs:
     """Runs of rows of one slot."""
-    edges = np.flatnonzero(np.diff(slots, prepend=-1, append=-1))
-    firsts = edges[:-1] if len(slots) else edges
-    return Runs(firsts=firsts, counts=np.diff(edges), starts=positions[firsts], slots=slots[firsts])
+    edge = np.ones(len(slots) + 1, np.bool_)
+    edge[1:-1] = slots[1:] != slots[:-1]
+    edges = np.flatnonzero(edge)
+    firsts = edges[:-1]
+    return Runs(firsts=firsts, counts=edges[1:] - firsts, starts=positions[firsts], slots=slots[firsts])
