@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from algorithms.base import Handoff, OutputView
+from algorithms.base import OutputView
 from trouterd.worker.request import Request
 from trouterd.worker.route import WorkerRoute
 
@@ -44,14 +44,14 @@ def param_rows(members: Sequence[Request], device: torch.device) -> dict[str, to
     }
 
 
-def suffix_for(request: Request, model: int) -> Handoff | None:
-    """What the algorithm wants to send; None when it fails."""
+def suffix_for(request: Request, model: int) -> tuple[int, int, bytes] | None:
+    """What the algorithm wants to send: the fields of a `Handoff`. None when it fails."""
     if request.route.sends_all:
-        return Handoff(max(request.known[model], 0), request.output_length)
+        return request.known[model], request.output_length, b""
     try:
         handoff = request.route.algorithm.send(_view(request), model)
         # Conversions, so that a wrong type is a fault of the algorithm here and not of the worker later.
-        return Handoff(int(handoff.start), int(handoff.loc), bytes(handoff.payload))
+        return int(handoff.start), int(handoff.loc), bytes(handoff.payload)
     except (Exception, SystemExit):  # code of users: its faults keep the request here
         log.exception("route '%s': send() failed; the request stays", request.route.name)
         return None

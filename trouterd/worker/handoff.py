@@ -69,12 +69,13 @@ class Handoffs:
             return False
         if side != 0 and model != 0 and not self.stream(request, holder=target):
             return False
-        handoff = suffix_for(request, model)
-        if handoff is None:
+        suffix = suffix_for(request, model)
+        if suffix is None:
             return None
+        start, loc, payload = suffix
         seen = request.known[model]
         # Neither before the output nor behind a gap, whatever the algorithm says.
-        start = max(min(handoff.start, seen), 0)
+        start = max(min(start, seen), 0)
         length = request.output_length
         scores = () if request.redo else tuple(request.scores)
         stop = length + len(scores)
@@ -89,13 +90,13 @@ class Handoffs:
             handoff_seq=request.handoff_seq + 1,
             start=start,
             token_ids=_suffix(request, start, stop),
-            loc=length if scores else handoff.loc,
+            loc=length if scores else loc,
             known=tuple(known),
             writers=bytes(request.writers[start:stop]),
             stall=request.stall + 1,
             handoffs=request.handoffs + 1,
             submit=request.submit if seen < 0 else None,
-            payload=handoff.payload,
+            payload=payload,
             scores=scores,
             forwards=tuple(request.forwards),
             sent_ns=now,
@@ -156,8 +157,9 @@ class Handoffs:
     def _to_entry(
         self, request: Request, start: int, *, partial: bool, destination: int, finish: str = "", trim: int = 0
     ) -> PeerReq:
+        length = request.output_length
         known = list(request.known)
-        known[request.route.side] = request.output_length
+        known[request.route.side] = length
         return PeerReq(
             rid=request.rid,
             source=self.index,
@@ -165,10 +167,10 @@ class Handoffs:
             entry=request.entry,
             handoff_seq=request.handoff_seq,
             start=start,
-            token_ids=_suffix(request, start, request.output_length),
-            loc=request.output_length,
+            token_ids=_suffix(request, start, length),
+            loc=length,
             known=tuple(known),
-            writers=bytes(request.writers[start : request.output_length]),
+            writers=bytes(request.writers[start:length]),
             partial=partial,
             finish=finish,
             trim=trim,
@@ -187,7 +189,7 @@ class Handoffs:
         what the entry holds counts.
         """
         request = self.requests.get(message.rid)
-        if request is None or message.start > request.output_length:
+        if request is None or message.start > (length := request.output_length):
             self.stats.nacks_sent += 1
             self.outbound.post(message.source, Nack(message.rid, self.index, message.handoff_seq, NackReason.STALE))
             return None
@@ -198,7 +200,7 @@ class Handoffs:
         request.handoff_seq = message.handoff_seq
         # Out of the queues first: an unfinished older visit may still be in them.
         self.scheduler.pend(request)
-        if message.start < request.output_length or request.scores:
+        if message.start < length or request.scores:
             request.cut(message.start)
             self.scheduler.truncate(request)
         if accepted(request, ids, message.payload) < len(ids):
@@ -209,14 +211,15 @@ class Handoffs:
         request.writers += message.writers
         request.scores += message.scores
         request.forwards = _most(request.forwards, message.forwards)
+        length = request.output_length
         request.known = list(message.known)
-        request.known[request.route.side] = request.output_length
+        request.known[request.route.side] = length
         request.stall = message.stall
         request.handoffs = message.handoffs
         request.holder = request.route.side
         request.held = NO_TOKEN
         request.visit_source = message.source
-        request.visit_start = request.output_length
+        request.visit_start = length
         request.handoff_sent_ns = message.sent_ns
         self.scheduler.add(request)
         return request

@@ -58,20 +58,20 @@ class Outcomes:
 
     def commit(self, outcome: Outcome) -> None:
         """Apply a step that has ended; what it says of requests that have moved on since its launch is void."""
-        row = -1
+        kv, row = self.scheduler.kv, -1
         for chunk in outcome.chunks:
-            wanted = chunk.wants_logits
+            request, wanted = chunk.request, chunk.wants_logits
             row += wanted
             if not chunk.current:
                 continue
-            request = chunk.request
             if wanted and not outcome.alive[row]:
                 # Not by our books, but the device has the last word: feed the row from here.
                 self.scheduler.rewind(request, chunk.first)
                 continue
             request.forwards[request.route.side] += 1
             # Pages with drafts would be cut again, which those in the prefix cache cannot be.
-            self.scheduler.kv.commit(request.slot, request.tokens, min(chunk.end, request.settled))
+            end = min(chunk.end, request.settled) if request.scores else chunk.end
+            kv.commit(request.slot, request.tokens, end)
             if wanted:
                 if not outcome.stays[row]:
                     # A row behind this one, queued already, is dead.

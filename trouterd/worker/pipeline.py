@@ -150,7 +150,8 @@ class PipelinedStepper:
             if not flight.routed[row]:
                 destinations[row] = 0
             elif alive[row]:
-                destinations[row] = checked(route, destinations[row])
+                if destinations[row]:
+                    destinations[row] = checked(route, destinations[row])
                 route.stay_rate += (stays[row] - route.stay_rate) / 32
         return Outcome(flight.chunks, alive, record.tokens.tolist(), destinations, stays, record.seconds)
 

@@ -40,6 +40,8 @@ class Request:
     tokens: list[int]
     """Prompt + committed output, then drafts; `known` in the design's words is its length."""
     prompt_length: int
+    is_entry: bool
+    """This worker is the request's entry."""
     state: State = State.PENDING
     fed: int = 0
     """Positions whose K and V are in the pool, or will be when the steps in flight have run."""
@@ -107,15 +109,11 @@ class Request:
             entry=entry,
             tokens=prompt,
             prompt_length=len(prompt),
+            is_entry=route.side == 0,
             known=[MODEL_UNKNOWN] * len(route.workers),
             forwards=[0] * len(route.workers),
             arrived_ns=now_ns,
         )
-
-    @property
-    def is_entry(self) -> bool:
-        """This worker is the request's entry."""
-        return self.route.side == 0
 
     @property
     def output_length(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from models.kv_cache import KvCache
 from trouterd.worker.request import NO_SLOT, Request, State
@@ -26,6 +26,14 @@ class Chunk:
     """One row: the token that the device holds for the slot, which may not be known here yet."""
     residency: int
     """The request's when this was planned; a step's word on the chunk counts while they are equal."""
+    end: int = field(init=False)
+    """Position behind the last row."""
+    wants_logits: bool = field(init=False)
+    """Some row's logits are wanted."""
+
+    def __post_init__(self) -> None:
+        self.end = self.first + self.count
+        self.wants_logits = self.wanted > 0
 
     @classmethod
     def of(cls, request: Request, count: int) -> Chunk:
@@ -35,16 +43,6 @@ class Chunk:
             return cls(request, first, count, 1, True, request.residency)
         wanted = max(0, first + count - max(first, request.first_wanted))
         return cls(request, first, count, wanted, False, request.residency)
-
-    @property
-    def wants_logits(self) -> bool:
-        """Some row's logits are wanted."""
-        return self.wanted > 0
-
-    @property
-    def end(self) -> int:
-        """Position behind the last row."""
-        return self.first + self.count
 
     @property
     def current(self) -> bool:
