@@ -83,7 +83,8 @@ class Side:
         self.spans: dict[str, list[float]] = defaultdict(list)
         """CPU seconds by phase, of all requests together."""
         self._seen = self._read = self._planned = self._handed = 0.0
-        self._sent = 0
+        self._sent = self._wanted = 0
+        self._done = asyncio.Event()
         name, run = NAMES[index], 1 if index else load.run
         pages = 2 * load.requests * -(-load.context // PAGE_SIZE)
         runner = DeviceRunner(
@@ -113,6 +114,12 @@ class Side:
         self.worker.outbound.connect(send, partial(self._together, links))
         return links
 
+    async def handed_back(self, cycles: int) -> None:
+        """Wait until all requests have been handed over so often since the spans were empty."""
+        self._done.clear()
+        self._wanted = cycles
+        await self._done.wait()
+
     def _note(self, phase: str, since: float) -> None:
         self.spans[phase].append(time.thread_time() - since)
 
@@ -129,6 +136,8 @@ class Side:
             self._note("cycle", self._handed)
             self._handed = time.thread_time()
             self._seen = 0.0
+            if len(self.spans["cycle"]) == self._wanted:
+                self._done.set()
 
     def _receive(self, message: Message) -> None:
         if not self._read and isinstance(message, PeerReq):
@@ -187,14 +196,14 @@ async def hand_to_and_fro(load: Load, profile: cProfile.Profile | None) -> list[
         for rid in range(load.requests):
             sampling = Sampling(seed=rid, max_tokens=load.context - PROMPT, temperature=1.0)
             sides[0].worker.deliver(Submit(rid, "pair", pack_ids([rid + 7] * PROMPT), sampling))
-        await _cycles(sides, WARM_UP)
+        await sides[1].handed_back(WARM_UP)
         for side in sides:
             side.spans.clear()
         gc.collect()
         gc.freeze()
         if profile is not None:
             profile.enable()
-        await _cycles(sides, load.cycles)
+        await sides[1].handed_back(load.cycles)
         if profile is not None:
             profile.disable()
         for side, loop in zip(sides, loops, strict=True):
@@ -205,14 +214,11 @@ async def hand_to_and_fro(load: Load, profile: cProfile.Profile | None) -> list[
     return sides
 
 
-async def _cycles(sides: list[Side], count: int) -> None:
-    while len(sides[1].spans["cycle"]) < count:
-        await asyncio.sleep(0.01)
-
-
 def report(load: Load, sides: list[Side]) -> str:
     """Medians, microseconds per request."""
-    lines = [f"{load.requests} requests, {load.run} tokens a visit: us per request" + "".join(f"{p:>15}" for p in PHASES)]
+    lines = [
+        f"{load.requests} requests, {load.run} tokens a visit: us per request" + "".join(f"{p:>15}" for p in PHASES)
+    ]
     for name, side in zip(NAMES, sides, strict=True):
         cells = [
             f"{statistics.median(side.spans[phase]) / load.requests * 1e6:15.2f}" if side.spans[phase] else f"{'-':>15}"

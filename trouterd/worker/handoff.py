@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from ipc.messages import MODEL_UNKNOWN, Abort, Nack, NackReason, PeerReq, Warm, pack_ids, unpack_ids
 from trouterd.worker.answers import accepted, combined, suffix_for
 from trouterd.worker.outbound import Outbound
-from trouterd.worker.request import GENERATION, NO_TOKEN, Request, State
+from trouterd.worker.request import GENERATION, NO_TOKEN, PENDING, Request
 from trouterd.worker.scheduler import Scheduler
 from trouterd.worker.stats import Stats
 
@@ -73,9 +73,6 @@ class Handoffs:
         if suffix is None:
             return None
         start, loc, payload = suffix
-        seen = request.known[model]
-        # Neither before the output nor behind a gap, whatever the algorithm says.
-        start = max(min(start, seen), 0)
         length = request.output_length
         scores = () if request.redo else tuple(request.scores)
         stop = length + len(scores)
@@ -95,7 +92,7 @@ class Handoffs:
             writers=bytes(request.writers[start:stop]),
             stall=request.stall + 1,
             handoffs=request.handoffs + 1,
-            submit=request.submit if seen < 0 else None,
+            submit=request.submit if request.known[model] < 0 else None,
             payload=payload,
             scores=scores,
             forwards=tuple(request.forwards),
@@ -255,7 +252,7 @@ class Handoffs:
         self._take_in(request, ids[:count], message.writers[skip : skip + count], message.partial and whole)
         request.forwards = _most(request.forwards, message.forwards)
         length = request.output_length
-        request.known = [min(k, length) for k in message.known]
+        request.known = [k if k < length else length for k in message.known]
         request.known[0] = length
         request.handoffs = message.handoffs
         # Also for partial ones: word of an earlier holder that comes later is stale.
@@ -311,7 +308,7 @@ class Handoffs:
     def nacked(self, message: Nack) -> Request | None:
         """Sender: a hand-off was not taken. Returns the request when it is here again and its held token should be committed."""
         request = self.requests.get(message.rid)
-        if request is None or request.state is not State.PENDING or message.handoff_seq != request.handoff_seq:
+        if request is None or request.state is not PENDING or message.handoff_seq != request.handoff_seq:
             self.stats.stale_messages += 1
             return None
         if message.reason is NackReason.STALE:
@@ -341,7 +338,7 @@ class Handoffs:
 
     def put_aside(self, request: Request, model: int) -> None:
         """Entry: the request waits until it can be handed to a model of its route."""
-        if request.state is not State.PENDING:
+        if request.state is not PENDING:
             request.pending_since_ns = time.monotonic_ns()
             self.scheduler.pend(request)
         request.holder = model
@@ -349,14 +346,14 @@ class Handoffs:
     def take_back(self, request: Request) -> int:
         """The request is here again without a peer's token: returns the held one (or NO_TOKEN) for the caller to commit."""
         held, request.held = request.held, NO_TOKEN
-        if request.state is State.PENDING:
+        if request.state is PENDING:
             self._back_here(request)
         return held
 
 
 def _fresh(request: Request, message: PeerReq) -> bool:
     """A message for the entry that still counts."""
-    if request.state is not State.PENDING or request.over:
+    if request.state is not PENDING or request.over:
         return False
     if message.partial:
         return message.handoff_seq >= request.handoff_seq

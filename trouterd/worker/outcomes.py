@@ -11,7 +11,7 @@ from trouterd.worker.drafting import Drafting, Later
 from trouterd.worker.handoff import PEER_LOST, Handoffs
 from trouterd.worker.outbound import Outbound
 from trouterd.worker.registry import Registry
-from trouterd.worker.request import NO_TOKEN, Request, State
+from trouterd.worker.request import NO_TOKEN, PENDING, Request
 from trouterd.worker.scheduler import Chunk, Scheduler
 from trouterd.worker.stats import Stats
 from trouterd.worker.stepper import Outcome
@@ -188,7 +188,7 @@ class Outcomes:
             )
             return
         request.warm = False
-        if request.state is not State.PENDING:
+        if request.state is not PENDING:
             self.refuse(request, NackReason.ERROR)
         self.scheduler.release(request)
 

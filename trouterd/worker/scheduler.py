@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from models.kv_cache import KvCache
-from trouterd.worker.request import NO_SLOT, Request, State
+from trouterd.worker.request import NO_SLOT, PENDING, RUNNING, WAITING, Request
 
 _LOGIT_ROWS = 64
 
@@ -41,7 +41,8 @@ class Chunk:
         first = request.fed
         if request.chained:
             return cls(request, first, count, 1, True, request.residency)
-        wanted = max(0, first + count - max(first, request.first_wanted))
+        unwanted = request.first_wanted - first
+        wanted = count if unwanted <= 0 else max(0, count - unwanted)
         return cls(request, first, count, wanted, False, request.residency)
 
     @property
@@ -90,17 +91,17 @@ class Scheduler:
         if request.hosted:
             self.hosted.add(request.rid)
         if request.slot == NO_SLOT:
-            request.state = State.WAITING
+            request.state = WAITING
             (self.waiting.appendleft if front else self.waiting.append)(request)
             return
-        request.state = State.RUNNING
+        request.state = RUNNING
         self._leave_one_unfed(request)
         self.running.append(request)
 
     def pend(self, request: Request) -> None:
         """A request is with another model now; its KV stays."""
         self._dequeue(request)
-        request.state = State.PENDING
+        request.state = PENDING
         # A row of a token that nobody knows here yet is not part of the KV that stays.
         self.rewind(request, len(request.tokens))
         if not request.is_entry:
@@ -126,7 +127,7 @@ class Scheduler:
         """From now on the host, or the device again, decides the request's tokens."""
         request.hosted = hosted
         self.hosted.discard(request.rid)
-        if hosted and request.state is not State.PENDING:
+        if hosted and request.state is not PENDING:
             self.hosted.add(request.rid)
 
     def truncate(self, request: Request) -> None:
@@ -138,7 +139,7 @@ class Scheduler:
         request.let_go()
         if request.slot != NO_SLOT:
             # Also where nothing is cut: a row that was planned and not launched may have left a page behind.
-            request.fed = self.kv.truncate(request.slot, min(request.fed, length))
+            request.fed = self.kv.truncate(request.slot, length if length < request.fed else request.fed)
 
     def plan(self) -> list[Chunk]:
         """The chunks of the next step, empty when there is nothing to do or no room to do it in."""
@@ -151,9 +152,9 @@ class Scheduler:
             if budget == 0:
                 break
             # An earlier request of this very loop may have preempted this one.
-            if request.state is not State.RUNNING:
+            if request.state is not RUNNING:
                 continue
-            chunk = self._chunk(request, min(due, budget))
+            chunk = self._chunk(request, due if due < budget else budget)
             if chunk.count and self._reserve(request, chunk.end, planned):
                 planned.add(request.rid)
                 self._logits_left -= chunk.wanted
@@ -216,7 +217,7 @@ class Scheduler:
                 self.release(request)
                 break
             self.waiting.popleft()
-            request.state = State.RUNNING
+            request.state = RUNNING
             self.running.append(request)
             planned.add(request.rid)
             self._logits_left -= chunk.wanted
@@ -324,7 +325,7 @@ class Scheduler:
 
     def _dequeue(self, request: Request) -> None:
         self.hosted.discard(request.rid)
-        if request.state is State.RUNNING:
+        if request.state is RUNNING:
             self.running.remove(request)
-        elif request.state is State.WAITING and request in self.waiting:
+        elif request.state is WAITING and request in self.waiting:
             self.waiting.remove(request)
