@@ -214,18 +214,23 @@ async def hand_to_and_fro(load: Load, profile: cProfile.Profile | None) -> list[
     return sides
 
 
-def report(load: Load, sides: list[Side]) -> str:
-    """Medians, microseconds per request."""
-    lines = [
-        f"{load.requests} requests, {load.run} tokens a visit: us per request" + "".join(f"{p:>15}" for p in PHASES)
-    ]
-    for name, side in zip(NAMES, sides, strict=True):
-        cells = [
-            f"{statistics.median(side.spans[phase]) / load.requests * 1e6:15.2f}" if side.spans[phase] else f"{'-':>15}"
-            for phase in PHASES
-        ]
-        lines.append(f"{name:>{len(lines[0]) - 15 * len(PHASES)}}" + "".join(cells))
+def medians(sides: list[Side]) -> list[dict[str, float]]:
+    """CPU seconds by side and phase."""
+    return [{phase: statistics.median(spans) for phase, spans in side.spans.items()} for side in sides]
+
+
+def report(load: Load, runs: list[list[dict[str, float]]]) -> str:
+    """A table of the least of the runs' medians, microseconds per request."""
+    title = f"{load.requests} requests, {load.run} tokens a visit: us per request"
+    lines = [title + "".join(f"{phase:>15}" for phase in PHASES)]
+    for index, name in enumerate(NAMES):
+        cells = [_cell([run[index][phase] for run in runs if phase in run[index]], load.requests) for phase in PHASES]
+        lines.append(f"{name:>{len(title)}}" + "".join(cells))
     return "\n".join(lines)
+
+
+def _cell(seconds: list[float], requests: int) -> str:
+    return f"{min(seconds) / requests * 1e6:15.2f}" if seconds else f"{'-':>15}"
 
 
 def main() -> int:
@@ -234,13 +239,14 @@ def main() -> int:
     parser.add_argument("--requests", default="16,64")
     parser.add_argument("--run", type=int, default=3)
     parser.add_argument("--cycles", type=int, default=300)
+    parser.add_argument("--repeats", type=int, default=1, help="runs, of which each phase's least median counts")
     parser.add_argument("--profile", action="store_true", help="under cProfile, by own time")
     options = parser.parse_args()
     for requests in map(int, options.requests.split(",")):
         load = Load(requests, options.run, options.cycles)
         profile = cProfile.Profile() if options.profile else None
-        sides = uvloop.run(hand_to_and_fro(load, profile))
-        print(f"{report(load, sides)}   (load {os.getloadavg()[0]:.1f})", flush=True)
+        runs = [medians(uvloop.run(hand_to_and_fro(load, profile))) for _ in range(options.repeats)]
+        print(f"{report(load, runs)}   (load {os.getloadavg()[0]:.1f})", flush=True)
         if profile is not None:
             pstats.Stats(profile).sort_stats("tottime").print_stats(60)
     return 0

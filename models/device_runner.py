@@ -192,7 +192,7 @@ def _steps(decoder: RowDecoder, slots: SlotTable, buckets: tuple[int, ...]) -> S
 def _find_runs(slots: IntArray, positions: IntArray) -> Runs:
     """Runs of rows of one slot."""
     edge = np.ones(len(slots) + 1, np.bool_)
-    edge[1:-1] = slots[1:] != slots[:-1]
-    edges = np.flatnonzero(edge)
+    np.not_equal(slots[1:], slots[:-1], out=edge[1:-1])
+    edges = edge.nonzero()[0]
     firsts = edges[:-1]
     return Runs(firsts=firsts, counts=edges[1:] - firsts, starts=positions[firsts], slots=slots[firsts])

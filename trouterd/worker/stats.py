@@ -66,7 +66,7 @@ class Stats:
         """Count one hand-off sent, of `suffix` tokens and after `run` steps."""
         self.handed_at = time.monotonic()
         self.handoffs[source, target] += 1
-        self.runs[min(run, LONGEST_RUN)] += 1
+        self.runs[run if run < LONGEST_RUN else LONGEST_RUN] += 1
         self.suffix_tokens += suffix
 
     def handoff_started(self, seconds: float) -> None:
