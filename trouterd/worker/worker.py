@@ -237,7 +237,7 @@ class Worker:
     async def _launch(self, chunks: list[Chunk], now: float) -> None:
         if self.recorder is not None:
             self.recorder.launch(chunks, self.stepper.in_flight)
-        self._note_start(chunks, now)
+        self._warm_peers(chunks)
         self._begun = 0.0 if self.stepper.in_flight else now
         try:
             await self.stepper.launch(chunks, self._pass_on)
@@ -250,9 +250,10 @@ class Worker:
             await self._drain()
             self.outcomes.fail(chunks)
             return
-        self.launching.launched(chunks, now)
         for chunk in chunks:
             chunk.request.fed = chunk.end
+        self._note_start(chunks, now)
+        self.launching.launched(chunks, now)
 
     async def _collect(self, again: float) -> None:
         """Commit the steps that have ended; wait for one, but not longer than until something arrives or `again` comes."""
@@ -314,7 +315,14 @@ class Worker:
         """Do something between two steps, after a while."""
         asyncio.get_running_loop().call_later(seconds, self.deliver, Command(action))
 
+    def _warm_peers(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            request = chunk.request
+            if not request.warm and request.is_entry and len(request.route.workers) > 1:
+                self.handoffs.warm(request)
+
     def _note_start(self, chunks: list[Chunk], now: float) -> None:
+        """Count the hand-offs whose first step was launched at `now`."""
         latest = 0.0
         for chunk in chunks:
             request = chunk.request
@@ -323,9 +331,7 @@ class Worker:
                 latest = max(latest, sent)
                 self.stats.handoff_started(now - sent)
                 request.handoff_sent_ns = 0
-            if request.is_entry and not request.warm and len(request.route.workers) > 1:
-                self.handoffs.warm(request)
-        if latest and not self.stepper.in_flight and self.launching.reason is not Reason.LINGER:
+        if latest and self._begun and self.launching.reason is not Reason.LINGER:
             self.observer.awaited(chunks, latest, now)
 
     def _refuse_blocked(self) -> bool:
