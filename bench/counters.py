@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.delayed import Link
+from bench.daemon import Link
 from bench.endpoint import Connection
 from bench.target import Counters, ModelCounters
 from trouterd.metrics import PREFIX

@@ -22,26 +22,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.daemon import Served, running
-from trouterd.demo import SMALL_DIRECTORY
+from bench.daemon import Served
+from bench.deployment import SCRIPT, Deployment, ModelSpec, RouteSpec, serving
 
-LETTERS = 64
-"""Ids of the script: the first ordinary ones of the vocabulary."""
 WARM_UP_TOKENS = 64
 
 
-def configuration(folder: Path, share: float) -> str:
-    """Two scripted models and the route over them; writes the script files."""
-    tokenizer = SMALL_DIRECTORY
-    vocabulary = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
-    lines = ["[server]"]
-    for name, first in (("small", 100), ("large", 200)):
-        script = {"vocab_size": vocabulary, "eos": 0, "ids": list(range(first, first + LETTERS)), "cycle": True}
-        path = folder / f"{name}.json"
-        path.write_text(json.dumps(script))
-        lines += [f"[models.{name}]", f'path = "{path}"', 'format = "script"', f'tokenizer = "{tokenizer}"']
-    lines += ["[routes.demo]", 'models = ["small", "large"]', 'algorithm = "bernoulli"', f"params = {{ p = {share} }}"]
-    return "\n".join(lines) + "\n"
+def deployment(share: float) -> Deployment:
+    """Two models that take no time, and the route over them."""
+    models = tuple(ModelSpec(name, f"{SCRIPT}0") for name in ("small", "large"))
+    return Deployment(models, (RouteSpec("demo", ("small", "large"), "bernoulli", f"p = {share}"),))
 
 
 def generate(daemon: Served, model: str, streams: int, tokens: int) -> dict[str, Any]:
@@ -75,9 +65,9 @@ def measure(daemon: Served, model: str, streams: int, tokens: int) -> dict[str, 
 
 def measured(share: float, model: str, streams: int, tokens: int, repeats: int) -> list[dict[str, Any]]:
     """Repeated runs on a daemon of their own, whose hand-off latencies are therefore those of these runs alone."""
-    with tempfile.TemporaryDirectory() as folder, running(Path(folder), configuration(Path(folder), share)) as daemon:
-        generate(daemon, model, streams, WARM_UP_TOKENS)
-        return [measure(daemon, model, streams, tokens) for _ in range(repeats)]
+    with tempfile.TemporaryDirectory() as folder, serving(deployment(share), Path(folder)) as fleet:
+        generate(fleet.served, model, streams, WARM_UP_TOKENS)
+        return [measure(fleet.served, model, streams, tokens) for _ in range(repeats)]
 
 
 def benchmark(streams: int, tokens: int, share: float, repeats: int) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from bench.daemon import Served, running
-from bench.step_shapes import SHAPES, write_shape
-from bench.step_tokenizer import write_tokenizer
+from bench.daemon import Served
+from bench.deployment import Deployment, ModelSpec, RouteSpec, serving
+from bench.step_shapes import SHAPES
 from bench.surroundings import surroundings
 
 _STEP = re.compile(r'^trouterd_step_seconds_(sum|count)\{model="([^"]+)"\} (\S+)$', re.MULTILINE)
@@ -48,24 +48,16 @@ class Case:
     handoffs_per_100: float
 
 
-def configuration(options: argparse.Namespace, folder: Path) -> str:
-    """The daemon's configuration; writes the model directories."""
-    lines = ["[server]", "max_active_requests = 1024"]
-    for name, model in (("small", options.small), ("large", options.large)):
-        if not model:
-            continue
-        lines += [f"[models.{name}]", f'device = "{options.device}"', f"context_length = {options.context}"]
-        if model in SHAPES:
-            tokenizer = write_tokenizer(folder / "tokenizer")
-            lines += [f'path = "{write_shape(model, folder / name)}"', f'tokenizer = "{tokenizer}"']
-            lines += ['load_format = "dummy"']
-        else:
-            lines += [f'path = "{Path(model).resolve()}"']
-        lines += ["prefix_cache = false", *options.set]
-    if options.large:
-        lines += ["[routes.routed]", 'models = ["small", "large"]', f'algorithm = "{options.algorithm}"']
-        lines += [f"params = {{ {options.params} }}"]
-    return "\n".join(lines) + "\n"
+def deployment(options: argparse.Namespace) -> Deployment:
+    """What the daemon serves."""
+    given = {"small": options.small, "large": options.large}
+    settings = (f"context_length = {options.context}", "prefix_cache = false", *options.set)
+    models = tuple(
+        ModelSpec(name, source, options.device, settings=settings) for name, source in given.items() if source
+    )
+    if not options.large:
+        return Deployment(models)
+    return Deployment(models, (RouteSpec("routed", ("small", "large"), options.algorithm, options.params),))
 
 
 def generate(daemon: Served, model: str, streams: int, tokens: int, prompt: int) -> dict[str, Any]:
@@ -147,13 +139,11 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     models = options.models or (["small", "large", "routed"] if options.large else ["small"])
     cases: list[Case] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        with running(folder, configuration(options, folder), ready_timeout=600) as daemon:
-            for model in models:
-                for streams in options.streams:
-                    cases.append(measure(daemon, model, streams, options.tokens, options.prompt))
-                    print(table(cases[-1:]).splitlines()[-1], flush=True)
+    with tempfile.TemporaryDirectory() as name, serving(deployment(options), Path(name)) as fleet:
+        for model in models:
+            for streams in options.streams:
+                cases.append(measure(fleet.served, model, streams, options.tokens, options.prompt))
+                print(table(cases[-1:]).splitlines()[-1], flush=True)
     report = table(cases)
     print(report)
     if options.markdown:

@@ -24,11 +24,12 @@ from typing import Any
 
 import torch
 
+from bench.peer_folder import PeerError
 from bench.step_floor import Ceilings, step_work
 from bench.step_heads import HEADS, Head, make_head
 from bench.step_kernels import profile_steps
 from bench.step_model import Options, open_runner
-from bench.step_peer import PeerError, PeerStep, run_peer
+from bench.step_peer import PeerStep, run_peer
 from bench.step_report import markdown
 from bench.step_rig import Rig, Timing, TooLargeError
 from bench.step_shapes import SHAPES, write_shape

@@ -1,29 +1,21 @@
-"""vLLM on the same card in the same run, through a folder that knows how to run it without our help.
+"""vLLM's steps on the same card in the same run.
 
-The folder holds two scripts:
-    unpack.py FOLDER TARGET     puts vLLM into TARGET (left out if there is nothing to install)
+The folder is one of `bench.peer_folder` with the script
     bench_vllm.py --models SIZE --conc LIST --prompt N --out-len N --out FILE
-                                measures a random-weights Qwen3 of that size and appends one JSON object a line to FILE; those with
-                                a "conc" carry "step_ms" (of a decode step), "prefill_plus_1_ms" and "vllm" (its version).
-                                VLSITE in its environment is TARGET.
+which measures a random-weights Qwen3 of that size and appends one JSON object a line to FILE; those with a "conc" carry "step_ms"
+(of a decode step), "prefill_plus_1_ms" and "vllm" (its version).
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.peer_folder import PeerError, installed
 from bench.step_shapes import SHAPES
-
-
-class PeerError(Exception):
-    """The peer cannot be run; the message says what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +35,10 @@ def run_peer(folder: Path, shape: str | None, batches: Sequence[int], prompt: in
     Raises:
         PeerError: no such scripts, a shape that they do not know, or they failed.
     """
-    script, installer = folder / "bench_vllm.py", folder / "unpack.py"
-    if not script.is_file():
-        raise PeerError(f"--vllm: {script} is not there")
     if shape not in SHAPES:
         raise PeerError(f"--vllm: the peer runs published shapes only; name one with --shape: {', '.join(SHAPES)}")
-    with tempfile.TemporaryDirectory() as scratch:
-        site, lines = Path(scratch) / "site", Path(scratch) / "peer.jsonl"
-        if installer.is_file():
-            _run([str(installer), str(folder), str(site)], {})
+    with installed(folder, "bench_vllm.py") as script:
+        lines = script.scratch / "peer.jsonl"
         arguments = [
             f"--models={shape.removeprefix('Qwen3-')}",
             f"--conc={','.join(map(str, batches))}",
@@ -59,14 +46,10 @@ def run_peer(folder: Path, shape: str | None, batches: Sequence[int], prompt: in
             f"--out-len={output}",
             f"--out={lines}",
         ]
-        _run([str(script), *arguments], {"VLSITE": str(site)})
+        done = subprocess.run(script.command(arguments), env=script.environment())
+        if done.returncode:
+            raise script.fault(done.returncode)
         return _steps(lines)
-
-
-def _run(arguments: list[str], environment: dict[str, str]) -> None:
-    done = subprocess.run([sys.executable, *arguments], env=os.environ | environment)
-    if done.returncode:
-        raise PeerError(f"--vllm: {arguments[0]} ended with {done.returncode}")
 
 
 def _steps(lines: Path) -> list[PeerStep]:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.counters import over_control
-from bench.daemon import Served
-from bench.delayed import Link
+from bench.daemon import Link, Served
 from bench.endpoint import Address, Connection, EndpointError
 from bench.target import Counters, Target
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -139,6 +140,14 @@ class Batching(Section, frozen=True):
             extra=LIVE,
         ),
     ] = False
+    overlap: Annotated[
+        bool,
+        Meta(
+            description="Models run side by side; false: they take turns, one step at a time in the whole daemon and none queued"
+            " behind another, to measure what running side by side brings.",
+            extra=LIVE,
+        ),
+    ] = True
     state: Annotated[
         str,
         Meta(
@@ -235,13 +244,20 @@ class Model(Section, frozen=True):
         Meta(
             ge=0,
             le=60_000,
-            description="Longest time that a ready request waits for others, ms; 0 = twice the longest step of the models"
+            description="Longest time that a ready request waits for others, ms; 0 = four times the longest step of the models"
             " that it shares routes with, as measured.",
             extra=LIVE,
         ),
     ] = 0.0
 
     graphs: Annotated[bool, Meta(description="GPU: capture steps of common sizes as CUDA graphs at start.")] = True
+    extend_graphs: Annotated[
+        bool,
+        Meta(
+            description="GPU: capture also steps that feed several tokens of a request, as those after a hand-off do; false: only"
+            " steps of one token each, which is faster to start."
+        ),
+    ] = True
     depth: Annotated[
         int,
         Meta(ge=1, le=4, description="GPU: decode steps in flight; with 2 the GPU never waits for the CPU."),
@@ -250,9 +266,18 @@ class Model(Section, frozen=True):
         Literal["auto", "on", "off"],
         Meta(
             description="GPU: run steps of up to 32 rows as one persistent kernel. One model of a GPU can: 'auto' is the"
-            " largest one whose shape and GPU allow it, unless another model there says 'on'."
+            " smallest one whose shape and GPU allow it, unless another model there says 'on'."
         ),
     ] = "auto"
+    megakernel_percent: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=100,
+            description="Part of the GPU's multiprocessors that the persistent kernel takes; 0 = 80 where models of this daemon"
+            " share the GPU, else 100. For a GPU that other programs use too.",
+        ),
+    ] = 0
     sm_percent: Annotated[
         int,
         Meta(
@@ -336,6 +361,11 @@ class Config(Section, frozen=True):
         """Configured routes plus one single-model route per model, by public name."""
         singles = {name: Route(models=[name]) for name in self.models}
         return singles | self.routes
+
+    @property
+    def turn_file(self) -> Path:
+        """Where models that take turns (batching.overlap) say whose it is."""
+        return Path(self.server.control).with_suffix(".turn")
 
     def sharing(self, gpu: int) -> list[str]:
         """Names of the models on a GPU."""

@@ -47,7 +47,7 @@ def config_problems(config: Config) -> list[str]:
 
 
 def threshold_problems(config: Config) -> list[str]:
-    """Lists of delayed batching with which requests could wait for each other."""
+    """Lists of delayed batching that are never met, or with which requests could wait for each other."""
     problems = []
     for name, model in config.models.items():
         for active, threshold in enumerate(model.thresholds, start=1):
@@ -56,6 +56,10 @@ def threshold_problems(config: Config) -> list[str]:
                     f"models.{name}.thresholds: {threshold} for {active} active requests, of which no more can be ready"
                 )
                 break
+        if (most := max(model.thresholds, default=0)) > model.max_requests:
+            problems.append(
+                f"models.{name}.thresholds: {most} ready requests are more than models.{name}.max_requests, {model.max_requests}"
+            )
     for name, route in config.routes.items():
         if not problems and (problem := _deadlock(name, route, config)):
             problems.append(problem)

@@ -89,7 +89,8 @@ class PeerState(msgspec.Struct, frozen=True, tag=True):
 
 class Call(msgspec.Struct, frozen=True, tag=True):
     """A request for one verb: trouterctl -> supervisor, supervisor <-> child. Verbs: status, models, requests, set, abort,
-    drain, metrics, flush-cache; between supervisor and workers also kv-tokens and gpu-memory (`trouterd.memory`)."""
+    drain, metrics, flush-cache, batching, trace and its parts (`supervisor/tracing.py`); between supervisor and workers also
+    kv-tokens and gpu-memory (`trouterd.memory`)."""
 
     id: int
     verb: str

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from trouterd.batching.arguments import add_actions
-from trouterd.control import Call, ControlError, Reply, pack_frame, receive_frame
+from trouterd.control import Call, ControlError, Frame, Reply, pack_frame, receive_frame
 from trouterd.table import cell, table
 from trouterd.top import add_top
+from trouterd.tracing.command import add_trace
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_NO_DAEMON, EXIT_REFUSED = range(5)
 ANSWER_TIMEOUT = 30.0
@@ -25,43 +26,55 @@ The control socket is the one of --control, else of $TROUTERD_CONTROL, else of t
 Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no daemon answers on the socket, 4 refused (not live, out of range)."""
 
 
+class AnswerError(Exception):
+    """The daemon could not do, or refused, what a verb of several calls has asked."""
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(reply.error)
+        self.code = EXIT_REFUSED if reply.refused else EXIT_FAILURE
+
+
 class NoDaemonError(Exception):
     """Nobody answers on the control socket, or there is none to ask."""
+
+    code = EXIT_NO_DAEMON
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `trouterctl`; returns the exit code."""
-    defaults = argparse.Namespace(control="", json=False, wait=False, local=None, watch=None, changes=None)
+    defaults = argparse.Namespace(control="", json=False, wait=False, local=None, converse=None, changes=None)
     options = _parser().parse_args(argv, defaults)
-    if options.local is not None:
-        return int(options.local(options))
     try:
-        with _connect(_control_path(options.control)) as link:
-            if options.watch is not None:
-                return int(options.watch(options, lambda: _answer(_ask(link, "batching", {}))))
-            replies = _replies(link, options)
-            reply = replies[-1]
-            if options.wait and not reply.error:
-                link.settimeout(None)
-                while receive_frame(link) is not None:
-                    pass
-    except NoDaemonError as error:
-        return _complain(str(error), EXIT_NO_DAEMON)
-    except KeyboardInterrupt:  # the usual end of `top`
-        return EXIT_OK
-    except (OSError, ControlError) as error:
-        return _complain(f"the daemon did not answer: {error}", EXIT_FAILURE)
-    if reply.error:
-        return _complain(reply.error, EXIT_REFUSED if reply.refused else EXIT_FAILURE)
-    try:
-        printer = _PRINTERS["set" if options.changes else options.verb]
-        lines = (
-            [json.dumps(reply.result)] if options.json else [line for one in replies for line in printer(one.result)]
-        )
-        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        code = int(options.local(options)) if options.local is not None else _call(options)
         sys.stdout.flush()
+    except (NoDaemonError, AnswerError) as error:
+        return _complain(str(error), error.code)
+    except ControlError as error:
+        return _complain(f"the daemon did not answer: {error}", EXIT_FAILURE)
     except BrokenPipeError:  # `trouterctl status | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+    except KeyboardInterrupt:  # the usual end of `top`
+        return EXIT_OK if options.converse is not None else EXIT_FAILURE
+    return code
+
+
+def _call(options: argparse.Namespace) -> int:
+    """Everything that asks the daemon; returns the exit code."""
+    with _connect(_control_path(options.control)) as link:
+        if options.converse is not None:
+            return int(options.converse(options, lambda verb, **args: _answer(_ask(link, verb, args))))
+        replies = _replies(link, options)
+        reply = replies[-1]
+        if options.wait and not reply.error:
+            link.settimeout(None)
+            while _receive(link) is not None:
+                pass
+    if reply.error:
+        return _complain(reply.error, EXIT_REFUSED if reply.refused else EXIT_FAILURE)
+    printer = _PRINTERS["set" if options.changes else options.verb]
+    lines = [json.dumps(reply.result)] if options.json else [line for one in replies for line in printer(one.result)]
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
     return EXIT_OK
 
 
@@ -97,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     add("flush-cache", "forget all cached prefixes that no request uses")
     add_actions(add("batching", "delayed batching: thresholds and what they are worth"), shared)
     add_top(add("top", "batch sizes, queues and rates of every model, live"))
+    add_trace(add("trace", "record a timeline of every model's steps, and print where the time went"))
     return parser
 
 
@@ -136,9 +150,19 @@ def _connect(path: Path) -> socket.socket:
     return link
 
 
+def _receive(link: socket.socket) -> Frame | None:
+    try:
+        return receive_frame(link)
+    except OSError as error:
+        raise ControlError(str(error)) from error
+
+
 def _ask(link: socket.socket, verb: str, args: dict[str, Any]) -> Reply:
-    link.sendall(pack_frame(Call(id=1, verb=verb, args=args)))
-    reply = receive_frame(link)
+    try:
+        link.sendall(pack_frame(Call(id=1, verb=verb, args=args)))
+    except OSError as error:
+        raise ControlError(str(error)) from error
+    reply = _receive(link)
     if not isinstance(reply, Reply):
         raise ControlError("it closed the connection" if reply is None else f"it sent {type(reply).__name__}")
     return reply
@@ -158,7 +182,7 @@ def _replies(link: socket.socket, options: argparse.Namespace) -> list[Reply]:
 
 def _answer(reply: Reply) -> Any:
     if reply.error:
-        raise ControlError(reply.error)
+        raise AnswerError(reply)
     return reply.result
 
 
@@ -275,6 +299,9 @@ def _batching_lines(answer: Mapping[str, Any]) -> Iterable[str]:
         if "error" not in model
     ]
     yield from table(("MODEL", "MODE", "ACTIVE", "B", "LINGER MS", "LAUNCHES BY", "LIST"), rows)
+    yield from (f"{name}: {model['error']}" for name, model in answer["models"].items() if "error" in model)
+    if "error" in answer["controller"]:
+        yield f"controller: {answer['controller']['error']}"
     for group in answer["controller"].get("groups", ()):
         yield ""
         yield f"{' > '.join(group['models'])}: {group['state']}"
@@ -286,6 +313,8 @@ def _batching_lines(answer: Mapping[str, Any]) -> Iterable[str]:
         for name, row in group["routing"].items():
             moves = " ".join(f"{share:.3f}" for share in row)
             yield f"  {name}: step {group['step_ms'][name]:.2f} ms, goes on to {moves}, contention {group['contention'][name]:.2f}"
+        if group["routing"]:
+            yield f"  hand-off {group['handoff_ms']:.2f} ms; waiting has reached {group['trust']:.0%} of what was promised"
 
 
 _PRINTERS: dict[str, Callable[[Any], Iterable[str]]] = {

@@ -7,8 +7,9 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 from trouterd.interpreter import environment, module_command
@@ -26,12 +27,20 @@ class DaemonError(Exception):
 class Daemon:
     """`with Daemon(["-c", "trouterd.toml"]) as daemon:` runs `trouterd serve` with these arguments.
 
-    Readiness is learned from the daemon's own notification, so nothing is polled over HTTP.
+    Readiness is learned from the daemon's own notification, so nothing is polled over HTTP. `variables` are put over this process's
+    environment.
     """
 
-    def __init__(self, arguments: list[str], *, ready_timeout: float = READY_TIMEOUT) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        *,
+        ready_timeout: float = READY_TIMEOUT,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._arguments = arguments
         self._ready_timeout = ready_timeout
+        self._variables = variables
         self._process: subprocess.Popen[bytes] | None = None
         self._resources = contextlib.ExitStack()
 
@@ -48,7 +57,7 @@ class Daemon:
             notify.settimeout(_POLL)
             self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
                 module_command("trouterd.cli", "serve", *self._arguments),
-                env=environment(NOTIFY_SOCKET=address),
+                env=environment(**self._variables, NOTIFY_SOCKET=address),
                 process_group=0,  # a terminal's Ctrl-C reaches the script, which drains us
             )
             stack.callback(self.stop)

@@ -13,6 +13,9 @@ import msgspec
 
 from trouterd.config import Section
 
+_MOST_SHOWN = 120
+"""Characters of a value in a message."""
+
 
 @dataclass(frozen=True, slots=True)
 class Key:
@@ -112,15 +115,21 @@ def dotted(path: Iterable[str]) -> str:
 def value_problem(key: Key, value: Any) -> str:
     """Why `value` does not fit the key; '' if it does."""
     if key.choices and value not in key.choices:
-        return f"expected one of {', '.join(key.choices)}, got {value!r}" + (
+        return f"expected one of {', '.join(key.choices)}, got {_shown(value)}" + (
             close_match(value, key.choices) if isinstance(value, str) else ""
         )
     try:
         msgspec.convert(value, key.type)
     except msgspec.ValidationError as error:
         reason = str(error).replace("`", "").partition(" - at ")[0]
-        return f"{reason[0].lower()}{reason[1:].split(', got')[0]}, got {value!r}"
+        return f"{reason[0].lower()}{reason[1:].split(', got')[0]}, got {_shown(value)}"
     return carriage_problem(value)
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: a list of thousands does not fit there."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def carriage_problem(value: Any) -> str:

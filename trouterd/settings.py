@@ -95,7 +95,7 @@ def load(
         source, wrong = _text_source(origin, pairs, merged)
         sources.append(source)
         unknown += wrong
-        _merge(merged, source.tree)
+        merge(merged, source.tree)
     problems = [problem for source in sources for problem in _tree_problems(Config, source.tree, (), source.name)]
     problems += unknown
     if problems:
@@ -103,7 +103,7 @@ def load(
     home = path.resolve().parent if path else Path.cwd()
     merged = _absolute(Source("defaults", {"server": {"socket": Server().socket}}, home))
     for source in sources:
-        _merge(merged, _absolute(source))
+        merge(merged, _absolute(source))
     problems = _missing(Config, merged, ())
     if problems:
         raise ConfigError(_named(path, sources, problems))
@@ -238,10 +238,11 @@ def _text_source(origin: str, pairs: Iterable[tuple[str, str]], names: Mapping[s
     return Source(origin, tree, Path.cwd()), problems
 
 
-def _merge(into: dict[str, Any], tree: Mapping[str, Any]) -> None:
+def merge(into: dict[str, Any], tree: Mapping[str, Any]) -> None:
+    """Lay a tree over another one, table by table; values are copied."""
     for name, value in tree.items():
         if isinstance(value, dict) and isinstance(into.get(name), dict):
-            _merge(into[name], value)
+            merge(into[name], value)
         else:
             into[name] = copy.deepcopy(value)
 

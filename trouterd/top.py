@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +15,8 @@ from trouterd.table import table
 INTERVAL = 1.0
 """Seconds between two looks."""
 _HEAD = ("MODEL", "BATCH", "B", "ACTIVE", "QUEUE", "PENDING", "HELD", "TOKEN/S", "HAND-OFFS/S", "STEPS/S")
+_CANNOT_REDRAW = ("", "dumb", "unknown")
+"""Values of $TERM."""
 
 Look = Callable[[], dict[str, Any]]
 
@@ -24,13 +27,13 @@ def add_top(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interval", type=_seconds, default=INTERVAL, metavar="S", help="seconds between two looks (1)"
     )
-    parser.set_defaults(watch=watch)
+    parser.set_defaults(converse=lambda options, ask: watch(options, lambda: ask("batching")))
 
 
 def watch(options: argparse.Namespace, look: Look) -> int:
     """Show what changes until interrupted, or once; plain text where there is no terminal."""
     before = look()
-    if options.once or options.json or not sys.stdout.isatty():
+    if options.once or options.json or not _can_redraw():
         while True:
             time.sleep(options.interval)
             now = look()
@@ -42,6 +45,10 @@ def watch(options: argparse.Namespace, look: Look) -> int:
                 return 0
             before = now
     return _live(options.interval, look, before)
+
+
+def _can_redraw() -> bool:
+    return sys.stdout.isatty() and os.environ.get("TERM", "") not in _CANNOT_REDRAW
 
 
 def rates(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,7 +113,7 @@ def _live(interval: float, look: Look, before: Mapping[str, Any]) -> int:
         while True:
             time.sleep(interval)
             now = look()
-            live.update(Text("\n".join(lines(rates(before, now)))), refresh=True)
+            live.update(Text("\n".join(lines(rates(before, now))), no_wrap=True, overflow="crop"), refresh=True)
             before = now
 
 

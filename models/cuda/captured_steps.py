@@ -13,6 +13,7 @@ import torch
 
 from models import device_routes
 from models.batch import Batch, StepOutput
+from models.cuda.captured_shapes import Shape, Shapes
 from models.cuda.graphs import GraphPool, borrowed
 from models.cuda.inbox import MAX_CHANGES, entry_of
 from models.cuda.step_kernels import StepKernels
@@ -28,9 +29,6 @@ _ENTRIES = 16
 _MOST_WHOLE = 3
 """Routes up to which each gets graphs of whole steps; batches of several routes always take graphs in parts."""
 _TRIAL_ROWS = 2
-
-Shape = tuple[int, int]
-"""Token rows and logit rows of a captured step."""
 
 
 @dataclass(slots=True)
@@ -53,14 +51,15 @@ class CudaSteps:
         decoder: the model.
         slots: slot records and page table.
         buckets: token rows of captured steps, rising.
+        extends: capture also steps with more token rows than logit rows.
     """
 
-    def __init__(self, decoder: RowDecoder, slots: SlotTable, buckets: Sequence[int]) -> None:
+    def __init__(self, decoder: RowDecoder, slots: SlotTable, buckets: Sequence[int], *, extends: bool = True) -> None:
         self._decoder = decoder
         self._replaying = decoder.replaying if isinstance(decoder, Accompanied) else _unheard
         self._slots = slots
         self._device = decoder.device
-        self._shapes = _shapes(buckets)
+        self._shapes = Shapes(buckets, extends=extends)
         wanted = max(buckets[-1], slots.max_slots)
         self._kernels = StepKernels(slots, decoder.vocab_size, rows=buckets[-1], wanted=wanted, entries=_ENTRIES)
         self._routes: tuple[DeviceRoute, ...] = ()
@@ -112,7 +111,7 @@ class CudaSteps:
         free = torch.cuda.mem_get_info(self._device)[0]
         with torch.inference_mode():
             self._rehearse()
-            for shape in self._shapes:
+            for shape in self._shapes.all:
                 self._kernels.clear_rows()
                 self._graphs[shape] = self._capture_shape(*shape)
         torch.cuda.synchronize(self._device)
@@ -184,7 +183,7 @@ class CudaSteps:
 
     def quick(self, rows: StepRows, routes: tuple[int, ...]) -> bool:
         """Whether the step is a replay of graphs."""
-        graphs = self._graphs.get(self._shape(len(rows), len(rows.logit_rows)))
+        graphs = self._graphs.get(self._shapes.of(len(rows), len(rows.logit_rows)))
         return graphs is not None and bool(self._replays(graphs, routes))
 
     def _replays(self, graphs: _ShapeGraphs, routes: tuple[int, ...]) -> list[torch.cuda.CUDAGraph]:
@@ -197,17 +196,13 @@ class CudaSteps:
             return [graphs.whole[number] for number in routes[:1] if number in graphs.whole]
         return [graphs.first, *(graphs.parts[number] for number in routes), graphs.end]
 
-    def _shape(self, total: int, wanted: int) -> Shape:
-        """The smallest captured shape that holds so many rows, (0, 0) when there is none."""
-        return next((s for s in reversed(self._shapes) if s[0] >= total and s[1] >= wanted), (0, 0))
-
     def launch(self, number: int, rows: StepRows, runs: Runs, routes: tuple[int, ...]) -> None:
         """Queue step `number`. Raises RuntimeError when too many are in flight."""
         if len(self._open) >= _ENTRIES - 1:
             raise RuntimeError(
                 f"{len(self._open)} steps in flight, at most {_ENTRIES - 1} can be: poll their records first"
             )
-        shape = self._shape(len(rows), len(rows.logit_rows))
+        shape = self._shapes.of(len(rows), len(rows.logit_rows))
         graphs = self._graphs.get(shape)
         replays = self._replays(graphs, routes) if graphs is not None else []
         if replays:
@@ -280,7 +275,7 @@ class CudaSteps:
         """A forward pass that leaves the slot records alone; nothing may be in flight."""
         rows = StepRows(batch.slots, batch.tokens, batch.positions, batch.logit_rows)
         count = len(batch.logit_rows)
-        shape = self._shape(len(rows), count)
+        shape = self._shapes.of(len(rows), count)
         graphs = self._graphs.get(shape)
         if graphs is None:
             with torch.inference_mode():
@@ -295,9 +290,3 @@ class CudaSteps:
 
 def _unheard(_rows: int, _logit_rows: int) -> None:
     """Nobody follows."""
-
-
-def _shapes(buckets: Sequence[int]) -> tuple[Shape, ...]:
-    """Captured shapes, largest first: as many logit rows as token rows, and about a quarter, for extends."""
-    fewer = ((total, next(b for b in buckets if 4 * b >= total)) for total in buckets)
-    return tuple(sorted({*fewer, *zip(buckets, buckets, strict=True)}, reverse=True))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tests.batching.loads import load, paper_pair
 from tests.batching.test_simulator import networks
+from trouterd.batching import survey as survey_module
 from trouterd.batching.bound import ideal
 from trouterd.batching.chain import solve
 from trouterd.batching.launch import feasible
@@ -17,7 +18,7 @@ from trouterd.batching.policies import Delayed, constant
 from trouterd.batching.predictor import Predictor
 from trouterd.batching.search import all_feasible, search
 from trouterd.batching.simulator import simulate
-from trouterd.batching.survey import survey
+from trouterd.batching.survey import Judged, survey
 from trouterd.batching.workload import MarkovWorkload
 
 
@@ -73,6 +74,15 @@ def test_bound_of_one_request_is_met() -> None:
         assert solve(network, 1, (1,) * network.size).steps_per_second == pytest.approx(ideal(network, 1), rel=2e-3)
 
 
+def test_bound_with_hand_offs_that_take_time() -> None:
+    pair = Network.pair((StepTime.affine(6), StepTime.affine(28)), 0.35, handoff=1)
+    assert solve(pair, 1, (1, 1)).steps_per_second == pytest.approx(ideal(pair, 1), rel=2e-3)
+    # Where no request ever waits, each is on its way for 1 between two steps of which one hands over.
+    assert 8 / ideal(pair, 8) == pytest.approx(
+        8 / ideal(Network.pair(pair.step_times, 0.35), 8) + pair.handoffs_per_step(pair.shares)
+    )
+
+
 def test_bounds() -> None:
     fast, slow = StepTime.affine(1), StepTime.affine(8)
     # The large model alone, in full batches: two steps of 4 requests, one of which is its own.
@@ -105,6 +115,26 @@ def test_survey_names_its_methods() -> None:
     assert max(max(judged.thresholds) for judged in survey(paper_pair(), 5, max_batch=2).judged) == 2
 
 
+@pytest.mark.parametrize(("models", "most"), [(3, 300), (4, 200), (6, 400)])
+def test_survey_looks_at_a_limited_number_of_thresholds(
+    models: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may be a simulation."""
+
+    def judge(_: Predictor, active: int, thresholds: tuple[int, ...]) -> Judged:
+        return Judged(thresholds, float(active), "simulated")
+
+    monkeypatch.setattr(survey_module, "_judge", judge)
+    times = tuple(StepTime.affine(step) for step in range(1, models + 1))
+    row = (1 / models,) * models
+    for contention in (0.0, 1.0):
+        network = Network(times, (row,) * models, keep_commit(models), (contention,) * models)
+        for active in (4, 6, 16, 64):
+            found = survey(network, active)
+            assert 1 < len(found.judged) <= most
+            assert found.eager.thresholds == (1,) * models
+
+
 def test_step_times_between_and_beyond_measurements() -> None:
     measured = StepTime(((1.0, 1.0), (4.0, 2.5), (8.0, 2.0)))
     assert [measured.of(batch) for batch in (0.5, 1, 2, 4, 6, 8, 99)] == [1.0, 1.0, 1.5, 2.5, 2.25, 2.0, 2.0]
@@ -133,6 +163,8 @@ def test_tokens_per_step() -> None:
         ({"commit": ((0.0, 0.0), (0.0, 0.0))}, "commit: no move"),
         ({"contention": (1.0,)}, "contention: 1 values for 2 models"),
         ({"contention": (1.0, -1.0)}, "contention: factors"),
+        ({"handoff": -1.0}, "handoff: -1.0 s"),
+        ({"handoff": float("nan")}, "handoff: nan s"),
         ({"names": ("a",)}, "names: 1 values"),
     ],
 )

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from bench import step
+from bench.peer_folder import PeerError
 from bench.step_floor import Ceilings, step_work
 from bench.step_heads import make_head
 from bench.step_kernels import Interval, summarise
 from bench.step_model import open_runner
-from bench.step_peer import PeerError, run_peer
+from bench.step_peer import run_peer
 from bench.step_rig import Rig, TooLargeError
 from bench.step_shapes import SHAPES, write_shape
 from models.config import ModelConfig

@@ -12,8 +12,7 @@ import msgspec
 import pytest
 
 from bench.counters import Scrape, over_control, page
-from bench.daemon import Served, running
-from bench.delayed import Link
+from bench.daemon import Link, Served, running
 from bench.endpoint import Address, Connection
 from bench.ideal import ideal
 from bench.percentiles import Percentiles

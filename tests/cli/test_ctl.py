@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import pty
 import socket
 import subprocess
 import threading
@@ -14,6 +17,7 @@ from typing import Any
 import pytest
 
 from trouterd import ctl, top
+from trouterd.batching import command
 from trouterd.control import Call, Reply, pack_frame, receive_frame
 from trouterd.interpreter import environment, module_command
 
@@ -170,6 +174,8 @@ def look(steps: int, tokens: int, now: float) -> dict[str, Any]:
         "routing": {"small": [0.65, 0.35]},
         "step_ms": {"small": 6.0},
         "contention": {"small": 0.0},
+        "handoff_ms": 0.25,
+        "trust": 0.97,
     }
     return {"models": {"small": model, "large": {"error": "large is down"}}, "controller": {"groups": [group]}}
 
@@ -180,10 +186,12 @@ def test_batching_show(fake: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> 
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
         ["MODEL", "MODE", "ACTIVE", "B", "LINGER", "MS", "LAUNCHES", "BY", "LIST"],
         ["small", "auto", "4", "3", "56.0", "threshold", "10", "1,2,3"],
+        ["large:", "large", "is", "down"],
         [],
         ["small", ">", "large:", "settled"],
         ["token/s:", "measured", "150.0,", "predicted", "160.0,", "ideal", "200.0", "at", "4.0", "active", "requests"],
         ["small:", "step", "6.00", "ms,", "goes", "on", "to", "0.650", "0.350,", "contention", "0.00"],
+        ["hand-off", "0.25", "ms;", "waiting", "has", "reached", "97%", "of", "what", "was", "promised"],
     ]
 
 
@@ -213,3 +221,68 @@ def test_top_takes_rates_between_two_looks(capsys: pytest.CaptureFixture[str]) -
     assert view["models"]["small"]["tokens_per_second"] == 50.0
     assert view["groups"][0]["of_ideal"] == 0.75
     assert top.rates(look(30, 200, 6.0), look(10, 100, 9.0))["models"]["small"] == {"error": "it has just been started"}
+
+
+def test_show_without_an_api_says_so(fake: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    fake(Reply(id=1, result=look(10, 100, 4.0) | {"controller": {"error": "api is down"}}))
+    assert ctl.main(["batching", "show"]) == ctl.EXIT_OK
+    assert capsys.readouterr().out.splitlines()[-1] == "controller: api is down"
+
+
+def test_top_ends_quietly_with_its_reader(fake: FakeDaemon, tmp_path: Path) -> None:
+    fake(Reply(id=1, result=look(1, 100, 1.0)), Reply(id=1, result=look(2, 100, 2.0)))
+    arguments = [*module_command("trouterd.ctl", "--control", str(tmp_path / "d.ctl"), "top", "--interval", "0.05")]
+    reader, writer = os.pipe()
+    process = subprocess.Popen(arguments, env=environment(), stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    os.close(reader)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (ctl.EXIT_OK, "")
+
+
+def test_top_says_when_the_daemon_is_gone(fake: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    fake(Reply(id=1, result=look(1, 100, 1.0)), Reply(id=1, result=look(2, 100, 2.0)), None)
+    assert ctl.main(["top", "--interval", "0.05"]) == ctl.EXIT_FAILURE
+    assert capsys.readouterr().err == "trouterctl: the daemon did not answer: it closed the connection\n"
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["top"], ctl.EXIT_OK), (["drain"], ctl.EXIT_FAILURE)])
+def test_an_interrupt_is_no_traceback(
+    fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int
+) -> None:
+    fake()
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ctl, "_ask", interrupted)
+    assert ctl.main(arguments) == code
+
+
+def test_an_interrupted_plan_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "survey", interrupted)
+    plan = ["batching", "plan", "--p", "0.35", "--latency-ms", "6,28", "--concurrency", "4"]
+    assert ctl.main(plan) == ctl.EXIT_FAILURE
+
+
+@pytest.mark.parametrize("term", ["dumb", "xterm"])
+def test_top_on_a_small_terminal(fake: FakeDaemon, tmp_path: Path, term: str) -> None:
+    """Nothing is wrapped; one that cannot be redrawn gets lines."""
+    fake(Reply(id=1, result=look(1, 100, 1.0)), Reply(id=1, result=look(2, 100, 2.0)), None)
+    arguments = [*module_command("trouterd.ctl", "--control", str(tmp_path / "d.ctl"), "top", "--interval", "0.05")]
+    ours, theirs = pty.openpty()
+    small = environment(TERM=term, COLUMNS="12", LINES="3")
+    process = subprocess.Popen(arguments, env=small, stdout=theirs, stderr=subprocess.PIPE, text=True)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # how a terminal ends
+        while piece := os.read(ours, 4096):
+            shown += piece
+    os.close(ours)
+    _, errors = process.communicate(timeout=30)
+    assert errors == "trouterctl: the daemon did not answer: it closed the connection\n"
+    assert (b"TOKEN/S" in shown) == (term == "dumb")
+    assert b"small  2.5" in shown

@@ -44,20 +44,20 @@ async def one_decision_per_request(session: aiohttp.ClientSession) -> None:
 
 
 async def one_decision_per_token(daemon: Instance, session: aiohttp.ClientSession) -> None:
-    _, body = await complete(session, "mix", max_tokens=400, seed=1)
+    _, body = await complete(session, "mix.2", max_tokens=400, seed=1)
     assert abs(body["usage"]["route"]["tokens"]["large"] - 200) < 50
-    assert (await daemon.ctl("set", "routes.mix.params.weights", "[0, 2]"))["new"] == [0, 2]
-    _, body = await complete(session, "mix", max_tokens=12)
+    assert (await daemon.ctl("set", "routes.mix.2.params.weights", "[0, 2]"))["new"] == [0, 2]
+    _, body = await complete(session, "mix.2", max_tokens=12)
     assert body["choices"][0]["text"] == "ABCDEFGHIJKL"
-    _, body = await complete(session, "mix", max_tokens=12, route={"params": {"weights": [1, 0]}})
+    _, body = await complete(session, "mix.2", max_tokens=12, route={"params": {"weights": [1, 0]}})
     assert body["choices"][0]["text"] == "abcdefghijkl"
-    status, body = await complete(session, "mix", route={"params": {"weights": [1, 0, 1]}})
+    status, body = await complete(session, "mix.2", route={"params": {"weights": [1, 0, 1]}})
     assert (status, body["error"]["param"]) == (400, "route.params")
     assert "3 given for 2 models" in body["error"]["message"]
 
 
 async def test_answers_and_usage(tmp_path: Path) -> None:
-    config = scripts(tmp_path, **{"routes.ask": ASK, "routes.mix": MIX})
+    config = scripts(tmp_path, **{"routes.ask": ASK, 'routes."mix.2"': MIX})
     async with serving(tmp_path, config) as daemon, daemon.session() as session:
         status, body = await complete(session, max_tokens=12)
         assert status == 200

@@ -83,6 +83,21 @@ def test_reload_applies_live_keys_and_names_the_others(start: Start, tmp_path: P
     assert daemon.ask("drain").result["drain_timeout"] == 3.0
 
 
+def test_reload_applies_changes_that_only_fit_together(start: Start, tmp_path: Path) -> None:
+    """One model may wait for two requests, and which one changes."""
+    lists = {"models.small.thresholds": [], "models.large.thresholds": [1, 2]}
+    daemon = start(small="ok", large="ok").wait_ready()
+    for key, value in lists.items():
+        assert not daemon.ask("set", key=key, value=value).error
+    config = toy_config(tmp_path, small="ok", large="ok")
+    models = config.models | {"small": msgspec.structs.replace(config.models["small"], thresholds=[1, 2])}
+    daemon.file.write_bytes(msgspec.json.encode(msgspec.structs.replace(config, models=models)))
+    daemon.signal(signal.SIGHUP)
+    daemon.wait_log("models.large.thresholds: [1, 2] -> [] by reload")
+    daemon.wait_log("models.small.thresholds: [] -> [1, 2] by reload")
+    assert "all models could wait" not in daemon.log
+
+
 def test_metrics_of_all_processes(start: Start) -> None:
     daemon = start(small="ok", large="ok").wait_ready()
     os.kill(daemon.child("large")["pid"], signal.SIGKILL)

@@ -390,6 +390,7 @@ def test_every_key_is_documented() -> None:
             "with 3 active requests of route 'pair' all models could wait at once (small 2, big-1.7b 3)",
         ),
         ("[1, 2]", "[1, 1, 3]", "with 3 active requests"),
+        (f"{[1] * 300 + [257]}", "[]", "257 ready requests are more than models.small.max_requests, 256"),
     ],
 )
 def test_lists_of_delayed_batching_that_could_deadlock(file: Path, small: str, big: str, words: str) -> None:
@@ -397,6 +398,13 @@ def test_lists_of_delayed_batching_that_could_deadlock(file: Path, small: str, b
     with pytest.raises(ConfigError) as caught:
         load(file, {}, list(values.items()))
     assert words in str(caught.value)
+
+
+def test_a_long_value_is_cut_in_messages(file: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        set_value(load(file, {}), "models.small.thresholds", [1] * 5000)
+    assert "thresholds: expected array of length <= 4096, got [1, 1, 1" in str(caught.value)
+    assert len(str(caught.value)) < 250
 
 
 def test_lists_of_delayed_batching(file: Path) -> None:

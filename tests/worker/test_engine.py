@@ -18,7 +18,7 @@ from tests.models.test_defer import PLAIN, deferring
 from tests.models.tiny import tiny_qwen3
 from trouterd.config import Config, Model
 from trouterd.demo import SMALL_DIRECTORY
-from trouterd.worker.engine import Engine, load_model
+from trouterd.worker.engine import Engine, kernel_share, load_model
 from trouterd.worker.route import build_side
 
 
@@ -76,3 +76,11 @@ def test_the_architecture_decides_who_runs_it(tmp_path: Path) -> None:
     assert isinstance(foreign.runner, TransformersRunner)
     assert (foreign.runner.vocab_size, foreign.runner.context_length, foreign.kv.capacity_tokens) == (258, 512, 592)
     assert isinstance(open_engine(Model(path=str(SMALL_DIRECTORY))).runner, TorchRunner)
+
+
+def test_a_persistent_kernel_leaves_room_on_a_shared_gpu() -> None:
+    def share(device: str, percent: int) -> float:
+        small = Model(path="m", device="cuda:0", megakernel_percent=percent)
+        return kernel_share("small", Config(models={"small": small, "large": Model(path="m", device=device)}))
+
+    assert [share("cuda:0", 0), share("cuda:1", 0), share("cuda:0", 50), share("cuda:1", 50)] == [0.8, 1.0, 0.5, 0.5]

@@ -161,16 +161,17 @@ def test_one_persistent_kernel_on_a_gpu(tmp_path: Path) -> None:
         return [name for name in models if may_use_megakernel(name, Config(models=models), where)]
 
     small, huge = on_gpu(directory), on_gpu(large)
-    assert chosen(small=small, large=huge, twin=huge) == ["large"]
+    assert chosen(large=huge, small=small, twin=small) == ["small"]
     assert chosen(small=small, far=on_gpu(large, "cuda:2"), on_cpu=on_gpu(large, "cpu")) == ["small", "far"]
-    # The largest of those that can: not split, not float32, not off, on pages and GPUs that suit it.
-    split = on_gpu(large, tensor_parallel=2)
-    for other in (split, on_gpu(large, dtype="float32"), on_gpu(large, page_size=8), on_gpu(large, megakernel="off")):
-        assert chosen(small=small, large=other) == ["small"]
-    assert chosen(small=small, large=on_gpu(large, backend="torch"), gone=on_gpu("nowhere")) == ["small"]
+    # The smallest of those that can: not split, not float32, not off, on pages and GPUs that suit it.
+    split = on_gpu(directory, tensor_parallel=2)
+    changed = [on_gpu(directory, **{key: value}) for key, value in (("dtype", "float32"), ("page_size", 8))]
+    for other in (split, *changed, on_gpu(directory, megakernel="off"), on_gpu(directory, backend="torch")):
+        assert chosen(small=other, large=huge) == ["large"]
+    assert chosen(small=small, large=huge, gone=on_gpu("nowhere")) == ["small"]
     assert chosen(Host((H200,), triton=True, nvcc=False), small=small) == []
     assert chosen(host(gpu_check.Gpu("A100", (8, 0), 80 * GIB)), small=small) == []
-    assert chosen(small=on_gpu(directory, megakernel="on"), large=huge, far=on_gpu(large, "cuda:1")) == ["small", "far"]
+    assert chosen(small=small, large=on_gpu(large, megakernel="on"), far=on_gpu(large, "cuda:1")) == ["large", "far"]
     with pytest.raises(ModelError, match=r"models.m.megakernel: .*bfloat16, not float32; set it to 'auto' or 'off'"):
         chosen(m=on_gpu(directory, megakernel="on", dtype="float32"))
     asked = {"m": on_gpu(directory, megakernel="on", page_size=8)}

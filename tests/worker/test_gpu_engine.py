@@ -21,7 +21,7 @@ from trouterd.config import Model
 from trouterd.memory import Footprint, Memory
 from trouterd.worker import engine as engine_module
 from trouterd.worker.gpu_engine import DecoderWeights, GpuEngine, TorchWeights
-from trouterd.worker.largest_step import LargestStep, largest_steps
+from trouterd.worker.largest_step import LargestStep, largest_steps, prefill_steps
 
 torch.set_num_threads(1)
 PAGE = 4
@@ -103,7 +103,7 @@ def test_all_that_a_model_takes_is_measured_and_given_back() -> None:
     claim = one.measure(lambda runner: weights.order.append("prepare"))
     assert claim.footprint == Footprint(weights=400, graphs=80, workspace=96, kv_bytes_per_token=3)
     assert (claim.page_size, claim.context, claim.most, claim.fixed_tokens) == (PAGE, 100, 500, 0)
-    assert weights.order == ["pool of 25", "prepare", "capture", "step", "step"], "graphs take the routes in"
+    assert weights.order == ["pool of 25", "prepare", "capture", *["step"] * 4], "graphs take the routes in"
     assert device.held() == 400
     assert one.memory() == {1: Memory(total=10_000, free=9_600)}
 
@@ -155,6 +155,18 @@ def test_largest_steps_are_as_large_as_they_can_get() -> None:
     assert (short.singles, short.run) == (0, 20)
     (only,) = largest_steps(Model(path="m", max_requests=1), 4096)
     assert (only.singles, only.run) == (0, 512)
+
+
+def test_every_kind_of_prefill_is_tried_before_anybody_waits_for_it() -> None:
+    def runs(tokens: int, context: int) -> list[int]:
+        tried = list(prefill_steps(Model(path="m", max_batch_tokens=tokens), context))
+        assert all(step.context == step.run and step.singles == 0 for step in tried)
+        return [step.run for step in tried]
+
+    assert runs(512, 4096) == [512, 511]
+    assert runs(3000, 4096) == [512, 511, 1024, 1023, 2048, 2047, 3000, 2999]
+    assert runs(4096, 800) == [512, 511, 800, 799]
+    assert runs(1, 4096) == [1]
 
 
 def test_step_ends_a_full_context() -> None:

@@ -24,6 +24,7 @@ from trouterd.config import Route
 from trouterd.worker.active import ActiveCounts
 from trouterd.worker.launching import Launching
 from trouterd.worker.scheduler import Chunk, Scheduler
+from trouterd.worker.stats import Stats
 from trouterd.worker.stepper import NEVER
 
 SMALL = [10 + i for i in range(64)]
@@ -216,6 +217,19 @@ def test_behind_a_step_in_flight_its_own_requests_count_as_the_share_that_stays(
     assert model.rule.due(5.01, in_flight=False) == 0.0  # the step has ended, and its request stays
 
 
+def test_who_found_no_room_goes_on_waiting_whoever_else_was_launched() -> None:
+    model = Model([1, 1, 2, 2], 0.05)
+    model.active.total = 4
+    left, *others = [Item(0), *[Item(rid, chained=True) for rid in range(1, 4)]]
+    model.running += [left, *others]
+    assert model.rule.due(5.0, in_flight=True) == 0.0
+    model.rule.launched(chunks(others), 5.0)
+    model.running[:] = [left]
+    assert model.rule.due(5.02, in_flight=True) == pytest.approx(5.05)
+    model.rule.launched(chunks([left]), 5.05)
+    assert model.rule.due(5.06, in_flight=True) == pytest.approx(5.11)
+
+
 def test_relaxed_a_member_of_the_last_batch_is_enough() -> None:
     model = Model([1, 2, 3], 0.05)
     model.rule.configure([1, 2, 3], 0.05, relax=True)
@@ -227,6 +241,14 @@ def test_relaxed_a_member_of_the_last_batch_is_enough() -> None:
     assert model.rule.due(5.02, in_flight=False) == pytest.approx(5.07)
     model.running.append(Item(2))
     assert model.rule.due(5.03, in_flight=False) == 0.0
+
+
+def test_a_hand_off_without_a_step_is_no_run() -> None:
+    """Of a request whose first token another model writes."""
+    stats = Stats()
+    stats.handoff(0, 1, 0, 0)
+    stats.handoff(0, 1, 3, 3)
+    assert (stats.handoffs[0, 1], dict(stats.runs)) == (2, {3: 1})
 
 
 # Whole workers

@@ -57,7 +57,9 @@ def fingerprint(config: Config) -> str:
         "backend",
         "dtype",
         "graphs",
+        "extend_graphs",
         "megakernel",
+        "megakernel_percent",
         "sm_percent",
         "threads",
     )

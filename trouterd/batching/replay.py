@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from trouterd.batching.launch import clamp
-from trouterd.batching.network import Matrix, Network
+from trouterd.batching.network import Floats, Matrix, Network
 from trouterd.batching.policies import constant
 from trouterd.batching.simulator import simulate
 
@@ -42,7 +42,7 @@ class RunWorkload:
     """Requests without end whose runs have lengths that were seen; who comes next is drawn from the routing matrix.
 
     Args:
-        runs: per model.
+        runs: per model; of one that is never left they do not matter.
         routing: as in `Network`.
         requests: in flight all the time.
         seed: of everything drawn.
@@ -53,17 +53,19 @@ class RunWorkload:
         self._random = np.random.default_rng(seed)
         self._lengths = [list(lengths) for lengths in runs]
         self._odds = [np.array(list(lengths.values())) / sum(lengths.values()) for lengths in runs]
-        self._next = []
+        self._next: list[Floats | None] = []
+        """Per model; None: nobody leaves it any more."""
         for model, row in enumerate(routing):
             leaving = np.array([0.0 if other == model else share for other, share in enumerate(row)])
-            self._next.append(leaving / leaving.sum())
+            self._next.append(leaving / leaving.sum() if leaving.any() else None)
         self._left = [0] * requests
         # Somewhere within a run, or all would move in step from the start.
         for request in range(requests):
             self._left[request] = int(self._random.integers(1, self._draw(0) + 1))
 
     def _draw(self, model: int) -> int:
-        return int(self._lengths[model][self._random.choice(len(self._odds[model]), p=self._odds[model])])
+        # A file of an earlier version may hold runs without a step.
+        return max(1, int(self._lengths[model][self._random.choice(len(self._odds[model]), p=self._odds[model])]))
 
     def start(self, request: int) -> int:  # noqa: ARG002 - the protocol's
         """The entry."""
@@ -72,9 +74,10 @@ class RunWorkload:
     def move(self, request: int, model: int) -> int:
         """Stay until the run is over."""
         self._left[request] -= 1
-        if self._left[request] > 0:
+        odds = self._next[model]
+        if self._left[request] > 0 or odds is None:
             return model
-        target = int(self._random.choice(len(self._next[model]), p=self._next[model]))
+        target = int(self._random.choice(len(odds), p=odds))
         self._left[request] = self._draw(target)
         return target
 

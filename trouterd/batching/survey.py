@@ -21,6 +21,10 @@ Method = Literal["exact", "reduced", "simulated"]
 EXACT = 6
 """Requests up to which every feasible set of thresholds is judged, by the exact chain where it has few enough states."""
 _EXACT_STATES = 6_000
+_EXACT_MODELS = 3
+"""Of more models there are too many sets of thresholds even for few requests."""
+_MOST_PARTS = 128
+"""Sets of a grid, at most: each is a simulation."""
 _SIMULATED_STEPS = 12_000
 _SEED = 0
 
@@ -47,7 +51,7 @@ class Survey:
 
 
 def survey(network: Network, active: int, max_batch: int | None = None) -> Survey:
-    """Judge all feasible thresholds for up to EXACT requests, and the candidates of a search above.
+    """Judge all feasible thresholds for up to EXACT requests on two or three models, and the candidates of a search otherwise.
 
     The exact chain goes first. What has too many states for it goes to the reduction, or, where three or more models slow each
     other down or one of them beside the slowest is to wait, to the simulator (about 1 % of noise).
@@ -66,7 +70,7 @@ def survey(network: Network, active: int, max_batch: int | None = None) -> Surve
 
 def _candidates(predictor: Predictor, active: int, max_batch: int | None) -> Iterable[tuple[int, ...]]:
     network = predictor.network
-    if active <= EXACT:
+    if active <= EXACT and network.size <= _EXACT_MODELS:
         return all_feasible(network.size, active, max_batch)
     if predictor.reliable:
         return [thresholds for thresholds, _ in search(predictor, active, max_batch).tried]
@@ -76,7 +80,8 @@ def _candidates(predictor: Predictor, active: int, max_batch: int | None) -> Ite
 def _coarse(models: int, active: int, max_batch: int | None) -> Sequence[tuple[int, ...]]:
     """Eighths, quarters and halves of the requests for every model, and for each model in turn what the others leave."""
     most = active if max_batch is None else min(active, max_batch)
-    parts = sorted({min(most, max(1, part)) for part in (1, active // 8, active // 4, active // 2)})
+    wanted = [1, active // 2, active // 4, active // 8]
+    parts = sorted({min(most, max(1, part)) for part in wanted[: max(1, int(_MOST_PARTS ** (1 / models)))]})
     found = set(product(parts, repeat=models))
     for others in product(parts, repeat=models - 1):
         rest = min(most, max(1, active + models - 1 - sum(others)))

@@ -83,6 +83,7 @@ class Supervisor:
             server = self._config.server
             self._listeners = Listeners.open(server, inherited.api)
             stack.callback(self._listeners.close)
+            stack.callback(self._config.turn_file.unlink, missing_ok=True)
             control: UnixListener | None = None
             if inherited.control is None:
                 control = open_unix("server.control", Path(server.control), CONTROL_MODE)
@@ -250,11 +251,20 @@ class Supervisor:
         except ConfigError as error:
             log.error("reload: the configuration is not used: %s", "; ".join(error.problems))
             return
-        for name, value in differences(self._fleet.config, wanted):
-            try:
-                await self._verbs.set_key(name, value, "reload")
-            except Refused as error:
-                log.warning("reload: %s", error)
+        changes = dict(differences(self._fleet.config, wanted))
+        while changes:
+            refused: dict[str, Refused] = {}
+            for name, value in changes.items():
+                try:
+                    await self._verbs.set_key(name, value, "reload")
+                except Refused as error:
+                    refused[name] = error
+            if len(refused) == len(changes):
+                for problem in refused.values():
+                    log.warning("reload: %s", problem)
+                return
+            # One may only fit when another has changed: two models' thresholds.
+            changes = {name: changes[name] for name in refused}
 
 
 def _raise_file_limit() -> None:

@@ -16,6 +16,7 @@ from trouterd.consistency import threshold_problems
 from trouterd.settings import ConfigError, set_value
 from trouterd.supervisor.fleet import API, Fleet
 from trouterd.supervisor.process import Child, resident_bytes
+from trouterd.supervisor.tracing import Tracing
 
 SCRAPE_TIMEOUT = 1.0
 """Seconds that a child gets for status and metrics: a stalled one must not hold up the answer about all others."""
@@ -50,6 +51,7 @@ class Verbs:
             "batching": self._batching,
             "batching-report": self._batching_report,
             "batching-lists": self._batching_lists,
+            **Tracing(fleet).handlers,
         }
 
     async def answer(self, verb: str, args: dict[str, Any], who: str) -> Any:
@@ -105,7 +107,8 @@ class Verbs:
                     await changed.call("set", undo)
                 raise Refused(f"{args['key']}: {error}") from error
             except CallError as error:
-                log.warning("set %s: %s", args["key"], error)
+                why = error if child.ready_at else f"{child.name} is starting, and applies it when it gets to it"
+                log.warning("set %s: %s", args["key"], why)
                 pending.append(child.name)
             else:
                 done.append(child)

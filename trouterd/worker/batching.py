@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from trouterd.batching.report import Lists
+from trouterd.calls import Refused
 from trouterd.config import Config
 from trouterd.metrics import Family, counter, histogram
 from trouterd.worker.events import Command
@@ -33,7 +34,15 @@ class Batching:
         self.configure(config)
 
     def configure(self, config: Config) -> None:
-        """Put the configuration into force; between two steps only."""
+        """Put the configuration into force; between two steps only.
+
+        Raises:
+            Refused: models cannot take turns; nothing has changed then.
+        """
+        try:
+            self._worker.take_turns(None if config.batching.overlap else config.turn_file)
+        except OSError as error:
+            raise Refused(f"batching.overlap: cannot open {config.turn_file}: {error.strerror}") from error
         self._config = config
         model, mode = config.models[self._model], config.batching.mode
         thresholds = {"auto": self._learned.thresholds.get(self._model, []), "manual": model.thresholds, "eager": []}
@@ -72,6 +81,10 @@ class Batching:
             "handoffs": stats.handoffs.total(),
             "steps": stats.steps,
             "busy_seconds": worker.observer.busy_seconds,
+            "waited": worker.observer.waited,
+            "waited_seconds": worker.observer.waited_seconds,
+            "handed": worker.observer.handed,
+            "handed_seconds": worker.observer.handed_seconds,
             "step_requests": stats.batch_requests.sum,
         }
 

@@ -212,10 +212,18 @@ def _packer(name: str, config: Config, shape: Shape, vocab_size: int, host: Host
     from models.cuda.fast_steps import Packer
 
     model = config.models[name]
-    share = SHARED_PART if len(config.sharing(model.gpus[0])) > 1 else 1.0
-    packer = Packer(shape, vocab_size=vocab_size, device=torch.device("cuda", model.gpus[0]), share=share)
+    device = torch.device("cuda", model.gpus[0])
+    packer = Packer(shape, vocab_size=vocab_size, device=device, share=kernel_share(name, config))
     log.info("%s: small steps run as one kernel%s", name, "; its weights are kept packed only" * packer.alone)
     return packer
+
+
+def kernel_share(name: str, config: Config) -> float:
+    """Part of its GPU's multiprocessors that the persistent kernel of a model takes."""
+    model = config.models[name]
+    if model.megakernel_percent:
+        return model.megakernel_percent / 100
+    return SHARED_PART if len(config.sharing(model.gpus[0])) > 1 else 1.0
 
 
 def open_torch_runner(model: Model, shape: Shape, pages: int, context: int) -> PooledRunner:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,7 +149,8 @@ def may_use_megakernel(name: str, config: Config, host: Host) -> bool:
 
     The kernel's blocks wait for each other, so that all of them must be on the GPU at once. Two such kernels side by side
     could each hold what the other waits for: of models that share a GPU one alone gets it, the one that says "on" or else
-    the one with the most weights, whose steps gain most by it.
+    the one with the fewest weights: it takes most steps, and gains most where steps are short. A large model that is visited
+    feeds some tokens of every request at once, more rows than the kernel is fast at.
 
     Raises:
         ModelError: the model says "on" and cannot, with the reason.
@@ -165,13 +166,21 @@ def may_use_megakernel(name: str, config: Config, host: Host) -> bool:
 def _megakernel_owner(config: Config, gpu: int, host: Host) -> str:
     """Which model of a GPU has the persistent kernel; '' if none has it."""
     models = {name: config.models[name] for name in config.sharing(gpu)}
+    return megakernel_choice(models, lambda model: not megakernel_problem(model, host))
+
+
+def megakernel_choice(models: Mapping[str, Model], able: Callable[[Model], bool]) -> str:
+    """Which of the models of a GPU gets the persistent kernel; '' for none.
+
+    Args:
+        models: by name.
+        able: whether a model that says "auto" can have it.
+    """
     for name, model in models.items():
         if model.megakernel == "on":
             return name
-    able = [
-        name for name, model in models.items() if model.megakernel == "auto" and not megakernel_problem(model, host)
-    ]
-    return max(able, key=lambda name: weights_per_gpu(models[name]), default="")
+    found = [name for name, model in models.items() if model.megakernel == "auto" and able(model)]
+    return min(found, key=lambda name: weights_per_gpu(models[name]), default="")
 
 
 def megakernel_problem(model: Model, host: Host) -> str:

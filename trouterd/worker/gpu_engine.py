@@ -18,7 +18,7 @@ from models.rows import RowDecoder
 from models.sampler import sample
 from trouterd.config import Model
 from trouterd.memory import Claim, Footprint, Memory, gib
-from trouterd.worker.largest_step import LargestStep, largest_steps
+from trouterd.worker.largest_step import LargestStep, largest_steps, prefill_steps
 
 _POLL = 1e-3
 Prepare = Callable[[ModelRunner], None]
@@ -114,6 +114,7 @@ class DecoderWeights:
         self._fast = fast
         self._depth = model.depth
         self._graphs = model.graphs
+        self._extend_graphs = model.extend_graphs
         self.page_bytes = decoder.kv_bytes_per_page
 
     def runner(self, num_pages: int, max_slots: int, max_pages: int) -> ModelRunner:
@@ -121,7 +122,13 @@ class DecoderWeights:
         self._allocate(num_pages)
         if self._fast is not None:
             self._fast.attach()
-        return DeviceRunner(self._decoder, max_slots=max_slots, max_pages=max_pages, depth=self._depth)
+        return DeviceRunner(
+            self._decoder,
+            max_slots=max_slots,
+            max_pages=max_pages,
+            depth=self._depth,
+            extend_graphs=self._extend_graphs,
+        )
 
     def capture(self, runner: ModelRunner) -> None:
         """Capture its graphs unless models.X.graphs is false."""
@@ -183,7 +190,7 @@ class GpuEngine:
             weights.capture(runner)
             # By this process's own allocator: what is free on the GPU changes with the other models that are being loaded.
             graphs = meter.held() - before
-            for step in largest_steps(model, self.context):
+            for step in (*prefill_steps(model, self.context), *largest_steps(model, self.context)):
                 weights.exercise(runner, step)
             peak = meter.peak()
         del runner

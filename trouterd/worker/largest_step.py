@@ -1,4 +1,4 @@
-"""The largest steps that a configuration allows, made up to see how much memory a step takes."""
+"""Steps made up at the start: the largest ones, to see how much memory a step takes, and one of each kind of prefill."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from models.batch import Batch, IntArray
 from models.resident import NO_ROUTE, SlotSetup, StepRows
 from models.sampler import SamplingRows
 from trouterd.config import Model
+
+_LEAST_PREFILL = 512
+"""Rows; smaller steps have graphs, or their kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,18 @@ class LargestStep:
             choice=np.zeros(count, np.int64),
             output_index=np.zeros(count, np.int64),
         )
+
+
+def prefill_steps(model: Model, context: int) -> Iterator[LargestStep]:
+    """Short prompts: kernels are compiled by powers of two of a step's rows, and again where addresses are not aligned, which
+    takes seconds that nobody should wait for while others decode."""
+    size = min(_LEAST_PREFILL, model.max_batch_tokens, context)
+    while size:
+        for run in (size, size - 1):
+            if run:
+                yield LargestStep(0, run, run, model.page_size)
+        most = min(model.max_batch_tokens, context)
+        size = min(2 * size, most) if size < most else 0
 
 
 def largest_steps(model: Model, context: int) -> Iterator[LargestStep]:

@@ -46,7 +46,8 @@ class Launching:
         """When the first ready request became ready; 0: unknown."""
         self._held = 0.0
         """When a launch was held back first; 0: it was not."""
-        self._ready = 0
+        self._ready: Sequence[Request] = ()
+        """As of the last `due`; a step in flight says what it leaves here."""
         self._reason: Reason | None = None
         self._last: frozenset[int] = frozenset()
         """Ids of the last launch's requests, as far as `relax` needs them."""
@@ -64,6 +65,21 @@ class Launching:
         active = max(self._active.total, 1)
         return min(self._list[min(active, len(self._list)) - 1], active)
 
+    @property
+    def reason(self) -> Reason | None:
+        """What `due` allowed the latest launch for; None where nothing is waited for."""
+        return self._reason
+
+    @property
+    def ready(self) -> int:
+        """Requests that were ready then."""
+        return len(self._ready)
+
+    @property
+    def holding(self) -> bool:
+        """A launch is held back."""
+        return self._held > 0
+
     def configure(self, thresholds: Sequence[int], linger: float, *, relax: bool) -> None:
         """Put a list into force; between two steps only.
 
@@ -77,7 +93,7 @@ class Launching:
         self._relax = relax
         if not self._list:
             self._since = self._held = 0.0
-            self._reason = None
+            self._ready, self._reason = (), None
 
     def due(self, now: float, *, in_flight: bool) -> float:
         """When to launch: 0 = now, otherwise not before this time.monotonic() unless something happens; NEVER: not before that.
@@ -90,10 +106,10 @@ class Launching:
             return 0.0
         threshold = self.threshold
         if threshold == 1:
-            self._ready, self._reason = 0, None
+            self._ready, self._reason = (), None
             return 0.0
         self._reason = self._why(threshold, now, in_flight)
-        if self._reason is not None or (self._ready == 0 and not in_flight):
+        if self._reason is not None or not (self._ready or in_flight):
             return 0.0
         self._held = self._held or now
         return self._since + self.linger if self._since else NEVER
@@ -105,19 +121,19 @@ class Launching:
         if self._reason is not None:
             self.reasons[self._reason] += 1
             self.holds.observe(now - self._held if self._held else 0.0)
-        if len(chunks) >= self._ready:
+        launched = frozenset(chunk.request.rid for chunk in chunks)
+        if all(request.rid in launched for request in self._ready):
             # Those that found no room go on waiting since then.
             self._since = 0.0
         self._held = 0.0
-        if self._relax:
-            self._last = frozenset(chunk.request.rid for chunk in chunks)
+        self._last = launched if self._relax else frozenset()
 
     def _why(self, threshold: int, now: float, in_flight: bool) -> Reason | None:
         """The reason to launch, if there is one; notes how many are ready, and since when."""
         scheduler = self._scheduler
         waiting = () if scheduler.short_of_room else scheduler.waiting
         certain = [r for r in (*scheduler.running, *waiting) if r.due and not (in_flight and r.chained)]
-        self._ready = len(certain)
+        self._ready = certain
         self._since = self._first_ready(certain, now)
         if scheduler.cold or any(r.fed < r.prompt_length - 1 for r in certain):
             return Reason.PREFILL

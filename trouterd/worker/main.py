@@ -40,6 +40,7 @@ from trouterd.worker.route import WorkerRoute, build_routes
 from trouterd.worker.sizing import agree
 from trouterd.worker.slot_setups import SlotSetups
 from trouterd.worker.split import with_ranks
+from trouterd.worker.tracing import Tracing
 from trouterd.worker.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class WorkerProcess:
         self.name = name
         self.models = list(control.boot.config.models)
         self.batching = Batching(worker, name, control.config)
+        self.tracing = Tracing(worker)
         self.lag = 0.0
         """How late the event loop was at the last look, seconds."""
         boot = control.boot
@@ -73,9 +75,8 @@ class WorkerProcess:
             self._receive,
             self._receive_stale,
         )
-        worker.outbound.connect(
-            lambda target, message: self.links.send(self._name_of(target), message), self.links.together
-        )
+        names = {API: API_NAME, **dict(enumerate(self.models))}
+        worker.outbound.connect(lambda target, message: self.links.send(names[target], message), self.links.together)
 
     def register(self) -> None:
         """Answer the control link's verbs and follow the other processes' states."""
@@ -90,6 +91,7 @@ class WorkerProcess:
                 "drain": self._drain,
                 "flush-cache": self._flush_cache,
                 **self.batching.handlers,
+                **self.tracing.handlers,
             }
         )
         control.on_peer_state(self._on_peer_state)
@@ -105,9 +107,6 @@ class WorkerProcess:
         self.worker.stop()
         await decode
         await self.links.aclose()
-
-    def _name_of(self, target: int) -> str:
-        return API_NAME if target == API else self.models[target]
 
     def _index_of(self, name: str) -> int:
         return API if name == API_NAME else self.models.index(name)
@@ -194,12 +193,11 @@ class WorkerProcess:
 
     def _apply(self, key: str, config: Config) -> None:
         """Put one live key into force; called between two steps."""
-        section, _, rest = key.partition(".")
-        if section == "routes":
-            name = rest.partition(".")[0]
-            if name in self.worker.routes:
-                self.worker.configure(name, config.routes[name])
-        elif key == f"models.{self.name}.max_batch_tokens":
+        for name, route in config.routes.items():
+            # A name may hold dots: of a route 'a' beside one called 'a.b' too much is done, and nothing changed.
+            if name in self.worker.routes and key.startswith(f"routes.{name}."):
+                self.worker.configure(name, route)
+        if key == f"models.{self.name}.max_batch_tokens":
             self._set_max_batch_tokens(config.models[self.name].max_batch_tokens)
         self.batching.configure(config)
 
@@ -304,7 +302,11 @@ async def _open(control: Control, loaded: Loaded, routes: Mapping[str, WorkerRou
 
 async def _serve(control: Control, worker: Worker, engine: Engine, loaded: Loaded) -> int:
     name, model = control.boot.role, control.config.models[control.boot.role]
-    process = WorkerProcess(control, worker, name)
+    try:
+        process = WorkerProcess(control, worker, name)
+    except Refused as error:
+        control.fatal(str(error))
+        return 1
     needed = BYTES_PER_TOKEN * engine.runner.context_length + MESSAGE_OVERHEAD
     if needed > process.links.max_message:
         control.fatal(

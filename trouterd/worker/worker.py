@@ -8,11 +8,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
 
 from ipc.messages import NackReason
 from models.batch import ModelRunner
 from models.kv_cache import KvCache
 from models.resident import is_resident
+from trouterd.batching.launch import Reason
 from trouterd.config import Route
 from trouterd.worker.active import ActiveCounts
 from trouterd.worker.events import Command, Event, Events
@@ -22,6 +24,7 @@ from trouterd.worker.observer import Observer
 from trouterd.worker.outbound import Outbound
 from trouterd.worker.outcomes import Outcomes
 from trouterd.worker.pipeline import PipelinedStepper
+from trouterd.worker.recorder import Recorder
 from trouterd.worker.registry import Registry
 from trouterd.worker.request import State
 from trouterd.worker.route import WorkerRoute
@@ -30,8 +33,12 @@ from trouterd.worker.stats import Stats
 from trouterd.worker.stepper import NEVER, Outcome, Stepper
 from trouterd.worker.stream import TokenStream
 from trouterd.worker.synchronous import SynchronousStepper
+from trouterd.worker.turn import Turn
 
 log = logging.getLogger(__name__)
+
+TURN_PATIENCE = 1.0
+"""Seconds after which a worker that waits for its turn looks again, although it is told."""
 
 
 class DeviceLostError(RuntimeError):
@@ -93,12 +100,17 @@ class Worker:
             self._later,
         )
         self.events = Events(self.outcomes, self.stepper.hosted)
+        self.recorder: Recorder | None = None
+        """While somebody traces this worker."""
         self._device_answers = device_answers
         self._inbox: deque[Event] = deque()
         self._wake = asyncio.Event()
         self._closing = False
         self._begun = 0.0
-        """When the step in flight was launched, if it is the only one; 0 otherwise."""
+        """When the launch of the step in flight was decided on, if it is the only one; 0 otherwise."""
+        self._turn: Turn | None = None
+        self._alone = False
+        """A step is launched while no other one runs, here or at another worker."""
 
     # From the other two loops
 
@@ -117,6 +129,19 @@ class Worker:
         for request in self.requests.values():
             if request.route.name == route:
                 self.scheduler.set_hosted(request, self.stepper.hosted(request))
+
+    def take_turns(self, path: Path | None) -> None:
+        """From now on launch a step only while no other worker of the daemon runs one, and none behind a running one.
+
+        Args:
+            path: the lock file that the workers share; None: launch freely.
+
+        Raises:
+            OSError: it cannot be opened; nothing has changed then.
+        """
+        if path is not None and self._turn is None:
+            self._turn = Turn(path, self._wake.set)
+        self._alone = path is not None
 
     def gauges(self) -> dict[str, float]:
         """What is here right now, by metric name (see `stats.GAUGES`)."""
@@ -137,6 +162,11 @@ class Worker:
             "steps_in_flight": self.stepper.in_flight,
         }
 
+    @property
+    def busy(self) -> bool:
+        """A step runs, or is queued."""
+        return self.stepper.in_flight > 0 or self.stepper.started > 0
+
     def totals(self) -> dict[str, float]:
         """What has happened since the start, by metric name (see `stats.TOTALS`)."""
         return {"preemptions": self.scheduler.preemptions, "visitor_evictions": self.scheduler.evictions}
@@ -155,20 +185,28 @@ class Worker:
             DeviceLostError: a step failed and the device does not answer any more.
         """
         while not self._closing:
+            if self.recorder is not None:
+                self.recorder.turn()
             self._wake.clear()
             self._apply_events()
             again = await self._launch_steps()
             busy = self.stepper.in_flight > 0
+            if self.recorder is not None:
+                self.recorder.looked(self.stepper.in_flight, held=again < NEVER)
+            # Behind the launch of the next step, which so need not wait for that.
+            self._pass_on()
             if busy:
                 await self._collect(again)
-            self._pass_on()
-            # A visitor that delayed batching holds back is not blocked.
+            if self._turn is not None and self._turn.held and not self.stepper.in_flight:
+                self._turn.give_back()
+            # A visitor that is held back by delayed batching, or by whose turn it is, is not blocked.
             held = again < NEVER
             if not busy and (held or not self._refuse_blocked()) and not self._inbox:
                 await self._wait(again)
             else:
                 # Ring readers run between steps.
                 await asyncio.sleep(0)
+        self._pass_on()
         self._thread.shutdown()
 
     def _apply_events(self) -> None:
@@ -177,41 +215,49 @@ class Worker:
 
     async def _launch_steps(self) -> float:
         """Launch what can be launched now; returns when to try again if nothing happens before."""
+        now = time.monotonic()
+        self.observer.ready(now)
+        turn = self._turn if self._alone else None
         while True:
-            now = time.monotonic()
             due = self.stepper.launch_at(bool(self.scheduler.hosted))
             if due <= now:
                 due = self.launching.due(now, in_flight=self.stepper.in_flight > 0)
             if due > now:
                 return due
+            if turn is not None and self.stepper.in_flight:
+                return NEVER
             chunks = self.scheduler.plan()
             if not chunks or not self.stepper.worthwhile(chunks):
                 return NEVER
-            await self._launch(chunks)
+            if turn is not None and not turn.take():
+                return now + TURN_PATIENCE
+            await self._launch(chunks, now)
+            now = time.monotonic()
 
-    async def _launch(self, chunks: list[Chunk]) -> None:
-        self._note_start(chunks)
-        begun = time.monotonic()
-        self._begun = 0.0 if self.stepper.in_flight else begun
+    async def _launch(self, chunks: list[Chunk], now: float) -> None:
+        if self.recorder is not None:
+            self.recorder.launch(chunks, self.stepper.in_flight)
+        self._warm_peers(chunks)
+        self._begun = 0.0 if self.stepper.in_flight else now
         try:
-            await self.stepper.launch(chunks)
+            await self.stepper.launch(chunks, self._pass_on)
         except Exception as error:  # the worker's boundary: a failed step ends its requests, not the worker
             log.exception("a step of %d requests failed; they end with an error", len(chunks))
             if not self._device_answers():
                 raise DeviceLostError("the device answers no more calls after a failed step") from error
+            if self.recorder is not None:
+                self.recorder.failed(self.stepper.in_flight)
             await self._drain()
             self.outcomes.fail(chunks)
             return
-        self.launching.launched(chunks, begun)
         for chunk in chunks:
             chunk.request.fed = chunk.end
+        self._note_start(chunks, now)
+        self.launching.launched(chunks, now)
 
     async def _collect(self, again: float) -> None:
         """Commit the steps that have ended; wait for one, but not longer than until something arrives or `again` comes."""
         outcome = self._poll()
-        if outcome is None:
-            # What has just arrived may have news for others.
-            self._pass_on()
         while outcome is None and self.stepper.in_flight:
             now = time.monotonic()
             if self._inbox or self._closing or now >= again:
@@ -235,7 +281,9 @@ class Worker:
                 self._commit(outcome)
 
     def _commit(self, outcome: Outcome) -> None:
-        self.observer.note(outcome, self._begun, time.monotonic())
+        if self.recorder is not None:
+            self.recorder.outcome(outcome, self.stepper.in_flight)
+        self.observer.note(outcome, self._begun, time.monotonic(), followed=self.stepper.in_flight > 0)
         with self.outbound.together():
             self.outcomes.commit(outcome)
 
@@ -267,16 +315,24 @@ class Worker:
         """Do something between two steps, after a while."""
         asyncio.get_running_loop().call_later(seconds, self.deliver, Command(action))
 
-    def _note_start(self, chunks: list[Chunk]) -> None:
-        now = 0
+    def _warm_peers(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            request = chunk.request
+            if not request.warm and request.is_entry and len(request.route.workers) > 1:
+                self.handoffs.warm(request)
+
+    def _note_start(self, chunks: list[Chunk], now: float) -> None:
+        """Count the hand-offs whose first step was launched at `now`."""
+        latest = 0.0
         for chunk in chunks:
             request = chunk.request
             if request.handoff_sent_ns:
-                now = now or time.monotonic_ns()
-                self.stats.handoff_started((now - request.handoff_sent_ns) * 1e-9)
+                sent = request.handoff_sent_ns * 1e-9
+                latest = max(latest, sent)
+                self.stats.handoff_started(now - sent)
                 request.handoff_sent_ns = 0
-            if request.is_entry and not request.warm and len(request.route.workers) > 1:
-                self.handoffs.warm(request)
+        if latest and self._begun and self.launching.reason is not Reason.LINGER:
+            self.observer.awaited(chunks, latest, now)
 
     def _refuse_blocked(self) -> bool:
         """Refuse a visitor that can never get room here; True when there was one."""

@@ -27,10 +27,13 @@ PAGES = 32
 
 
 def make(
-    slots: int, buckets: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24), routes: tuple[DeviceRoute, ...] = ROUTES
+    slots: int,
+    buckets: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24),
+    routes: tuple[DeviceRoute, ...] = ROUTES,
+    extend_graphs: bool = True,
 ) -> tuple[DeviceRunner, HashRows]:
     decoder = HashRows(num_pages=slots * PAGES, max_pages=PAGES, device="cuda")
-    runner = DeviceRunner(decoder, max_slots=slots, max_pages=PAGES, buckets=buckets)
+    runner = DeviceRunner(decoder, max_slots=slots, max_pages=PAGES, buckets=buckets, extend_graphs=extend_graphs)
     assert all(runner.set_routes(routes))
     return runner, decoder
 
@@ -62,6 +65,17 @@ def test_graphs_decide_as_a_plain_loop(depth: int) -> None:
 def test_kernels_outside_graphs_decide_as_a_plain_loop() -> None:
     runner, decoder = make(8)
     played = play(runner, decoder, 8, 5)
+    played.run(150)
+    assert played.dead
+
+
+def test_extends_outside_graphs_decide_as_a_plain_loop() -> None:
+    runner, decoder = make(8, extend_graphs=False)
+    runner.capture()
+    every = np.arange(2)
+    assert runner.quick(StepRows(every, every, every, every))
+    assert not runner.quick(StepRows(np.zeros(2, np.int64), every, every, every[1:]))
+    played = play(runner, decoder, 8, 6)
     played.run(150)
     assert played.dead
 

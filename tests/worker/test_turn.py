@@ -1,0 +1,123 @@
+"""The turn that workers take, over processes as in a daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import textwrap
+from operator import eq
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from models.script import ScriptRunner
+from tests.harness import Cluster
+from trouterd.calls import Refused
+from trouterd.config import Batching as Settings
+from trouterd.config import Server
+from trouterd.worker.batching import Batching
+from trouterd.worker.turn import Turn
+
+WORKER = textwrap.dedent(
+    """
+    import asyncio, sys
+    from pathlib import Path
+    from trouterd.worker.turn import Turn
+
+    async def main():
+        folder, name, rounds, hold = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
+        come = asyncio.Event()
+        turn = Turn(folder / "lock", come.set)
+        (folder / f"{name}.here").touch()
+        while len(list(folder.glob("*.here"))) < int(sys.argv[5]):
+            await asyncio.sleep(0.001)
+        for _ in range(rounds):
+            while not turn.take():
+                await come.wait()
+                come.clear()
+            inside = folder / "inside"
+            inside.open("x").close()
+            with (folder / "log").open("a") as log:
+                log.write(name)
+            await asyncio.sleep(hold)
+            inside.unlink()
+            turn.give_back()
+
+    asyncio.run(main())
+    """
+)
+
+
+def start(folder: Path, name: str, rounds: int, hold: float, count: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", WORKER, str(folder), name, str(rounds), str(hold), str(count)])
+
+
+def test_one_at_a_time_and_in_turn(tmp_path: Path) -> None:
+    workers = [start(tmp_path, name, 15, 0.02, 2) for name in "ab"]
+    # "x" fails where somebody else is inside.
+    assert [worker.wait() for worker in workers] == [0, 0]
+    order = (tmp_path / "log").read_text()
+    assert sorted(order) == sorted("ab" * 15)
+    # Twice in a row only where the other one was late to ask.
+    assert sum(map(eq, order, order[1:])) < 8
+
+
+def test_a_turn_ends_with_its_process(tmp_path: Path) -> None:
+    holder = start(tmp_path, "a", 1, 600, 1)
+    while not (tmp_path / "log").exists():
+        assert holder.poll() is None
+
+    async def waiting() -> None:
+        come = asyncio.Event()
+        turn = Turn(tmp_path / "lock", come.set)
+        assert not turn.take()
+        assert not turn.take(), "it waits already"
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        async with asyncio.timeout(20):
+            await come.wait()
+        assert turn.held
+        assert turn.take()
+        turn.give_back()
+        assert turn.take()
+        turn.give_back()
+
+    asyncio.run(waiting())
+
+
+def test_a_turn_that_is_not_wanted_any_more_is_given_back(tmp_path: Path) -> None:
+    holder = start(tmp_path, "a", 1, 0.3, 1)
+    while not (tmp_path / "log").exists():
+        assert holder.poll() is None
+
+    async def waiting() -> None:
+        come = asyncio.Event()
+        turn = Turn(tmp_path / "lock", come.set)
+        assert not turn.take()
+        await come.wait()
+        turn.give_back()
+        assert not turn.held
+
+    asyncio.run(waiting())
+    assert holder.wait() == 0
+    assert start(tmp_path, "b", 1, 0, 1).wait() == 0
+
+
+async def test_a_lock_file_that_cannot_be_made_is_a_refusal(tmp_path: Path) -> None:
+    script = ScriptRunner([1], vocab_size=4, cycle=True)
+    cluster = Cluster({"m": script}, {})
+    config = msgspec.structs.replace(
+        cluster.config,
+        server=Server(control=str(tmp_path / "nowhere" / "api.ctl")),
+        batching=Settings(overlap=False, mode="manual"),
+    )
+    with pytest.raises(Refused, match=r"batching\.overlap: cannot open .*/nowhere/api\.turn: No such file"):
+        Batching(cluster.workers["m"], "m", config)
+    batching = Batching(cluster.workers["m"], "m", cluster.config)
+    with pytest.raises(Refused):
+        batching.configure(config)
+    shown = await batching.handlers["batching"]({})
+    assert shown["mode"] == "auto", "nothing has changed"

@@ -1,0 +1,79 @@
+"""Models that take turns: one step at a time in a whole daemon, to measure what running side by side brings."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+_TURN, _QUEUE = 0, 1
+"""Bytes of the lock file: whose turn it is, and who gets the next one."""
+
+
+class Turn:
+    """One worker's hold on the turn that the workers of a daemon share.
+
+    Whoever waits for the turn holds the queue, so that a worker that has just had a turn cannot take the next one before it. Both
+    are record locks of one file: the system frees them when a process ends, however it ends.
+
+    Args:
+        path: the file, the same for all workers; made if it is not there.
+        granted: called in the running event loop when a turn that had to be waited for has come.
+    """
+
+    def __init__(self, path: Path, granted: Callable[[], None]) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._loop = asyncio.get_running_loop()
+        self._granted = granted
+        self._waits: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        """Waits to be made, each with whether the queue is held already."""
+        self._waiting = False
+        self.held = False
+        # No part of an executor, whose end would wait for it.
+        threading.Thread(target=self._wait, name="turn", daemon=True).start()
+
+    def take(self) -> bool:
+        """Whether it is this worker's turn; if not, it waits for it from now on."""
+        if self.held or self._waiting:
+            return self.held
+        queued = self._lock(_QUEUE)
+        if queued and self._lock(_TURN):
+            self._unlock(_QUEUE)
+            self.held = True
+        else:
+            self._waiting = True
+            self._waits.put(queued)
+        return self.held
+
+    def give_back(self) -> None:
+        """The step has ended, and what it decided is on its way to the others."""
+        self.held = False
+        self._unlock(_TURN)
+
+    def _wait(self) -> None:
+        while True:
+            if not self._waits.get():
+                fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _QUEUE)
+            fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _TURN)
+            self._unlock(_QUEUE)
+            with suppress(RuntimeError):  # the loop has ended, and the process is about to
+                self._loop.call_soon_threadsafe(self._has_come)
+
+    def _has_come(self) -> None:
+        self.held, self._waiting = True, False
+        self._granted()
+
+    def _lock(self, byte: int) -> bool:
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _unlock(self, byte: int) -> None:
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, byte)
