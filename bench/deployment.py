@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.counters import over_control
 from bench.daemon import Link, Served, running
 from bench.fetch import UNIX
 from bench.step_shapes import SHAPES, write_shape
 from bench.step_tokenizer import write_tokenizer
-from bench.target import Counters, ModelCounters, Target
+from bench.target import Counters, Target
 from trouterd.batching.launch import clamp
 from trouterd.config import Model
 from trouterd.config_dump import toml_value
@@ -205,21 +206,7 @@ class Fleet:
         Raises:
             RuntimeError: one of them does not answer.
         """
-        shown = self._link.call("batching")["models"]
-        for name in models:
-            if "error" in shown[name]:
-                raise RuntimeError(f"model {name} of {self.served.socket}: {shown[name]['error']}")
-        counted = {
-            name: ModelCounters(
-                tokens=shown[name]["tokens"],
-                steps=shown[name]["steps"],
-                step_requests=int(shown[name]["step_requests"]),
-                busy_seconds=shown[name]["busy_seconds"],
-                handoffs=shown[name]["handoffs"],
-            )
-            for name in models
-        }
-        return Counters(now=shown[models[0]]["now"], models=counted)
+        return over_control(self._link, models)()
 
     def live(self, key: str, value: Any) -> Any:
         """Change a live setting, as `trouterctl set` does; returns the old value.

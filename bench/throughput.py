@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -44,9 +43,9 @@ _EXPERIMENTS = ("--experiment", "--report")
 def main(arguments: list[str]) -> int:
     """Run it; returns the exit code."""
     if arguments and arguments[0].partition("=")[0] in _EXPERIMENTS:
-        # They start systems, and so need much more than this does.
-        code: int = importlib.import_module("bench.experiments").main(arguments)
-        return code
+        from bench import experiments  # they start systems, and so need much more than this does
+
+        return experiments.main(arguments)
     options = _parse(arguments)
     try:
         if options.plots:
