@@ -119,6 +119,13 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--gpus", type=_count, metavar="N", help="GPUs paid for (one per model; one in all with contention)"
     )
     plan.add_argument(
+        "--handoff-ms",
+        type=_milliseconds,
+        default=0.0,
+        metavar="MS",
+        help="from the end of a step until a request that it handed over is ready at the receiver (0)",
+    )
+    plan.add_argument(
         "--max-batch",
         type=_count,
         metavar="N",
@@ -157,6 +164,10 @@ def _probability(text: str) -> float:
 
 def _factor(text: str) -> float:
     return _number(text, 0, 1e6, "numbers of 0 or more")
+
+
+def _milliseconds(text: str) -> float:
+    return _number(text, 0, 1e9, "milliseconds of 0 or more")
 
 
 def _count(text: str) -> int:

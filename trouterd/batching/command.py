@@ -83,7 +83,7 @@ def build_network(options: argparse.Namespace) -> Network:
     named = {"rewrite": rewrite_commit, "keep": keep_commit}
     commit = named[options.commit](count) if options.commit in named else options.commit
     contention = options.contention * count if len(options.contention) == 1 else options.contention
-    return Network(tuple(step_times), routing, commit, contention)
+    return Network(tuple(step_times), routing, commit, contention, handoff=options.handoff_ms / 1e3)
 
 
 class _Report:

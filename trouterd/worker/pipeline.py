@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -101,10 +101,10 @@ class PipelinedStepper:
             dead *= 1.0 - chunk.request.route.stay_rate
         return dead * self._pace.expected(len(chunks)) <= GAP
 
-    async def launch(self, chunks: Sequence[Chunk]) -> None:
+    async def launch(self, chunks: Sequence[Chunk], meanwhile: Callable[[], None]) -> None:
         """Queue a step behind those in flight."""
         if any(c.request.hosted and c.wants_logits for c in chunks):
-            await self._alone.launch(chunks)
+            await self._alone.launch(chunks, meanwhile)
             return
         for chunk in chunks:
             if chunk.wants_logits:
