@@ -120,10 +120,10 @@ def measure(settings: Settings) -> Report:
     return report
 
 
-def deployment(delays_ms: Sequence[float]) -> Deployment:
+def deployment(step_ms: Sequence[float]) -> Deployment:
     """Two scripted models, and one route per pattern."""
     return Deployment(
-        models=tuple(ModelSpec(name, f"{SCRIPT}{delay}") for name, delay in zip(NAMES, delays_ms, strict=True)),
+        models=tuple(ModelSpec(name, f"{SCRIPT}{ms}") for name, ms in zip(NAMES, step_ms, strict=True)),
         routes=(
             RouteSpec("geometric", NAMES, "bernoulli", f"p = {SHARE}"),
             RouteSpec("every-3", NAMES, "every_n", 'shape = "visit", n = 3'),
@@ -137,7 +137,7 @@ class _Bench:
 
     def __init__(self, fleet: Fleet, settings: Settings) -> None:
         self._fleet, self._settings = fleet, settings
-        self._neighbours = Neighbours([process["pid"] for process in fleet.call("status")["processes"]])
+        self._neighbours = Neighbours([process["pid"] for process in fleet.served.ctl("status")["processes"]])
 
     @property
     def _middle(self) -> int:
@@ -146,7 +146,7 @@ class _Bench:
     async def calibration(self) -> Run:
         """One window of the middle number of requests that launch eagerly."""
         async with _load(self._fleet, "geometric", self._middle):
-            self._pin((1, 1), self._middle)
+            _pin(self._fleet, (1, 1), self._middle)
             run = await self._window(self._middle, "geometric", "eager", SETTLE)
         return run
 
@@ -166,7 +166,7 @@ class _Bench:
         """The best thresholds for the step times that were asked for, wrong ones, and none."""
         runs: list[Run] = []
         async with _load(self._fleet, "geometric", count):
-            self._pin((1, 1), count)
+            _pin(self._fleet, (1, 1), count)
             first = await self._window(count, "geometric", "eager", SETTLE)
             times = [StepTime.affine(ms / 1e3) for ms in self._settings.step_ms]
             network = Network.pair(times, SHARE, handoff=first.handoff_ms / 1e3)
@@ -180,7 +180,7 @@ class _Bench:
             for _ in range(self._settings.repeats):
                 turn: list[Run] = []
                 for how, thresholds in tries.items():
-                    self._pin(thresholds, count)
+                    _pin(self._fleet, thresholds, count)
                     turn.append(await self._window(count, "geometric", how, SETTLE))
                 runs += [_over(run, turn[0]) for run in turn]
         return runs
@@ -193,16 +193,13 @@ class _Bench:
                 self._fleet.live("batching.mode", "eager")
                 runs.append(await self._window(count, pattern, "eager", SETTLE))
                 best = search(Predictor(nominal_of(runs[0]), count), count).thresholds
-                self._pin(best, count)
+                _pin(self._fleet, best, count)
                 runs.append(_over(await self._window(count, pattern, "B*", SETTLE), runs[-1]))
             self._fleet.live("batching.mode", "auto")
             for repeat in range(self._settings.repeats):
                 run = await self._window(count, pattern, "controller", SETTLE if repeat else LEARN)
                 runs.append(_over(run, runs[2 * repeat]))
         return runs
-
-    def _pin(self, thresholds: Sequence[int], count: int) -> None:
-        self._fleet.pin(dict(zip(NAMES, thresholds, strict=True)), count)
 
     async def _window(self, count: int, pattern: str, how: str, settle: float) -> Run:
         """A window; again while others use the host, and then the quietest one."""
@@ -258,6 +255,10 @@ def nominal_of(run: Run) -> Network:
     """The throughput model's view of a window."""
     times = [StepTime.affine(ms / 1e3) for ms in run.step_ms]
     return Network.pair(times, min(run.share, 1.0), handoff=run.handoff_ms / 1e3)
+
+
+def _pin(fleet: Fleet, thresholds: Sequence[int], count: int) -> None:
+    fleet.pin(dict(zip(NAMES, thresholds, strict=True)), count)
 
 
 @asynccontextmanager

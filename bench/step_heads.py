@@ -34,6 +34,16 @@ class Head:
     """Weights that it reads at every step."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeadInputs:
+    """Sizes of what a head sees of its model."""
+
+    hidden: int
+    embedding: int
+    """Width of a token's embedding."""
+    vocabulary: int
+
+
 def make_head(name: str, runner: ModelRunner, device: torch.device) -> Head | None:
     """A head with random weights for this model; None for "none"."""
     if name == "none":
@@ -43,11 +53,13 @@ def make_head(name: str, runner: ModelRunner, device: torch.device) -> Head | No
     context = RouteContext(models, 0, runner.vocab_size, runner.hidden_size, device, runner.embedding)
     definition = load(algorithm)
     settings: dict[str, object] = {"threshold": _NEVER[algorithm]}
+    embedding = runner.hidden_size if runner.embedding is None else runner.embedding.shape[1]
+    inputs = HeadInputs(runner.hidden_size, embedding, runner.vocab_size)
     weights = 0
     with tempfile.TemporaryDirectory() as folder:
         if algorithm in _WRITERS:
             path = Path(folder) / "head"
-            weights = _WRITERS[algorithm](path, runner)
+            weights = write_head(algorithm, path, inputs)
             settings |= {"checkpoint": str(path)} | ({"dtype": dtype} if dtype else {})
         params = validate_params(definition, settings, models)
         side = definition.sides(0)(context, params)
@@ -71,12 +83,22 @@ def make_head(name: str, runner: ModelRunner, device: torch.device) -> Head | No
     return Head(route, tuple(numbers.values()), weights * (2 if dtype == "bfloat16" else 4))
 
 
-def _write_router(path: Path, runner: ModelRunner) -> int:
+def write_head(algorithm: str, path: Path, inputs: HeadInputs) -> int:
+    """Write random weights of a trained head's published shape; returns how many it reads at a step.
+
+    Args:
+        algorithm: "r2r", "citer" or "collm".
+        path: the file, in the algorithm's format.
+        inputs: of the small model.
+    """
+    return _WRITERS[algorithm](path, inputs)
+
+
+def _write_router(path: Path, inputs: HeadInputs) -> int:
     """Random weights in the official format; how many the router reads (the three linear maps before its blocks are one)."""
-    hidden, width = runner.hidden_size, _WIDTH
-    embedding = hidden if runner.embedding is None else runner.embedding.shape[1]
+    hidden, embedding, width = inputs.hidden, inputs.embedding, _WIDTH
     wide = width * _EXPANSION
-    top = min(_TOP, runner.vocab_size)
+    top = min(_TOP, inputs.vocabulary)
     parts: dict[str, nn.Module] = {
         "logits_projection": nn.Linear(top, hidden),
         "combined_projection": nn.Linear(2 * hidden + embedding, width),
@@ -103,9 +125,9 @@ def _write_router(path: Path, runner: ModelRunner) -> int:
     return blocks + width * (hidden + embedding + top + 1)
 
 
-def _write_confidence(path: Path, runner: ModelRunner) -> int:
+def _write_confidence(path: Path, inputs: HeadInputs) -> int:
     """CITER's head in the official format; its maps behind the rectifier are read as one."""
-    hidden, wide = runner.hidden_size, 2 * runner.hidden_size
+    hidden, wide = inputs.hidden, 2 * inputs.hidden
     parts: dict[str, nn.Module] = {
         "mlp.0": nn.Linear(hidden, wide),
         "mlp.1": nn.BatchNorm1d(wide),
@@ -116,17 +138,17 @@ def _write_confidence(path: Path, runner: ModelRunner) -> int:
     return wide * (hidden + 2) + 1
 
 
-def _write_defer(path: Path, runner: ModelRunner) -> int:
+def _write_defer(path: Path, inputs: HeadInputs) -> int:
     """Co-LLM's row."""
-    save_file({"defer.weight": torch.randn(1, runner.hidden_size)}, path)
-    return runner.hidden_size
+    save_file({"defer.weight": torch.randn(1, inputs.hidden)}, path)
+    return inputs.hidden
 
 
 def _state_dict(parts: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
     return {f"{name}.{key}": value for name, part in parts.items() for key, value in part.state_dict().items()}
 
 
-_WRITERS: dict[str, Callable[[Path, ModelRunner], int]] = {
+_WRITERS: dict[str, Callable[[Path, HeadInputs], int]] = {
     "r2r": _write_router,
     "citer": _write_confidence,
     "collm": _write_defer,

@@ -45,6 +45,19 @@ async def test_continuous_usage(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert [event["usage"]["completion_tokens"] for event in stream.events[1:]] == [1, 2, 3, 3]
 
 
+async def test_continuous_usage_shows_tokens_without_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """The first half of a character is a token that has been made, though nothing can be shown of it."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with serve(tmp_path, tokenizer, Script([*"é".encode(), EOS], handoffs=2)) as api:
+        shown = await api.chat_stream(stream_options=options)
+        silent = await api.chat_stream(stream_options={"include_usage": True})
+    assert [event["usage"]["completion_tokens"] for event in shown.events[1:]] == [1, 2, 3, 3]
+    assert shown.text() == silent.text() == "é"
+    assert len(silent.events) == len(shown.events) - 1
+    assert shown.events[1]["usage"]["route"]["handoffs"] == 2
+    assert shown.events[-1]["usage"] == silent.events[-1]["usage"]
+
+
 async def test_c07_failure_before_the_first_token(tmp_path: Path, tokenizer: Tokenizer) -> None:
     async with serve(tmp_path, tokenizer, Script(b"abcdef", fail_at=0)) as api:
         for stream in (True, False):

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from bench import step
+from tests.models.tiny import tiny_qwen3
 from trouterd import ctl
 from trouterd.interpreter import environment, module_command
 
@@ -117,6 +119,72 @@ def test_measured_step_times(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert longer["best"]["tokens_per_second"] == pytest.approx(result["best"]["tokens_per_second"] / 2)
 
 
+OUTLOOK = ["batching", "plan", "--p", "0.35", "--latency-ms", "1+.02,18.2+.038", "--placement", "shared,separate"]
+
+
+def test_two_placements(capsys: pytest.CaptureFixture[str]) -> None:
+    result = answer(capsys, [*OUTLOOK, "--concurrency", "1,16"])
+    shared, separate = result["placements"]
+    assert (shared["gpus"], separate["gpus"]) == (1, 2)
+    assert (shared["contention"], separate["contention"]) == ([1.8, 0.06], [0, 0])
+    assert result["large_only"] == "model 1"
+    for place in (shared, separate):
+        alone, busy = place["expected"]
+        assert (alone["concurrency"], busy["concurrency"]) == (1, 16)
+        assert alone["large_only"]["tokens_per_second"] == pytest.approx(1e3 / 18.238)
+        assert alone["speed_up"] == pytest.approx(alone["tokens_per_second"] * 18.238e-3)
+        # Without routing the large model needs one GPU, whatever the placement.
+        assert alone["large_only"]["gpu_seconds_per_1000_tokens"] == pytest.approx(18.238)
+        assert busy["cost_ratio"] == pytest.approx(place["gpus"] / busy["speed_up"])
+        assert busy["eager_tokens_per_second"] < busy["tokens_per_second"] < busy["ideal_tokens_per_second"]
+    given = answer(capsys, ["batching", "plan", *OUTLOOK[2:6], "--contention", "1.8,0.06", "--concurrency", "16"])
+    assert given["best"]["tokens_per_second"] == shared["expected"][1]["tokens_per_second"]
+
+
+def test_outlook_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ctl.main([*OUTLOOK, "--concurrency", "1,16", "--price", "3.6"]) == ctl.EXIT_OK
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("shared, 1 GPU; share of steps: model 0 74.1%, model 1 25.9%; contention: model 0 1.8")
+    assert lines[6].startswith("separate, 2 GPUs; ")
+    assert lines[2].split("  ")[0] == "REQUESTS"
+    cells = lines[4].split()
+    assert cells[:3] == ["16", "2", "15"]
+    # 3.6 an hour is 0.001 a second: 1,000,000 tokens cost what 1,000 take, in seconds.
+    assert cells[5] == cells[6]
+    assert lines[-1].startswith("x model 1: against model 1 without routing")
+
+
+def test_gpus_of_each_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """A large model over two GPUs, which the small one shares, or has a third one beside."""
+    shared, separate = answer(capsys, [*OUTLOOK, "--concurrency", "4", "--gpus", "1,2"])["placements"]
+    assert (shared["gpus"], separate["gpus"]) == (2, 3)
+    assert shared["gpus_of_large_only"] == separate["gpus_of_large_only"] == 2
+    assert answer(capsys, [*PAPER, "--gpus", "1,2"])["gpus"] == 3
+
+
+@pytest.mark.timeout(120)
+def test_files_of_the_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What bench.step writes, as it is."""
+    files = []
+    for name, layers in (("small", 1), ("large", 4)):
+        model = tiny_qwen3(tmp_path / name, layers=layers, hidden=16, heads=2, kv_heads=1)
+        cases = ["--sections=decode", "--batches=1,4", "--contexts=20", "--steps=20", "--seconds=0.05"]
+        where = ["--device=cpu", "--dtype=float32"]
+        assert step.main([f"--model={model}", *where, *cases, f"--json={tmp_path / name}.json"]) == 0
+        files += ["--step", f"{tmp_path / name}.json"]
+    times = [json.loads(Path(file).read_text())["decode"][0]["wall_ms"] for file in files[1::2]]
+    capsys.readouterr()
+    plan = ["batching", "plan", "--p", "0.35", *files, "--placement", "shared,separate", "--concurrency", "1,4"]
+    result = answer(capsys, plan)
+    assert result["large_only"] == "large"
+    for place in result["placements"]:
+        alone, busy = place["expected"]
+        assert alone["tokens_per_second"] == pytest.approx(1e3 / (times[0] / 1 + 0.35 * times[1]), rel=1e-3)
+        assert busy["tokens_per_second"] > alone["tokens_per_second"]
+    assert ctl.main(plan) == ctl.EXIT_OK
+    assert "X LARGE" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -151,6 +219,7 @@ def test_unusable_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], cont
         ([*PAPER[:-1], "1000000"], "--concurrency: expected at most 16384, got '1000000'"),
         ([*PAPER, "--latency-ms", "6,-1"], "--latency-ms: expected milliseconds"),
         ([*PAPER, "--handoff-ms", "-1"], "--handoff-ms: expected milliseconds of 0 or more"),
+        ([*PAPER, "--placement", "here"], "--placement: expected shared, separate or both, got 'here'"),
         ([*PAPER, "--contention", "nan"], "--contention: expected numbers of 0 or more"),
     ],
 )
@@ -175,6 +244,9 @@ def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureF
         ([*PAPER, "--context", "128"], "--context belongs to --step"),
         ([*PAPER, "--latency-ms", "1e-6,1e9"], "step times: 1e-06 ms for one request and 1e+09 ms for 4 are more than"),
         ([*PAPER, "--latency-ms", "1,2,3"], "routing: 3 models need 3 rows of 3"),
+        ([*PAPER, "--gpus", "1,1,1"], "--gpus: 3 numbers for 2 models"),
+        ([*OUTLOOK, "--concurrency", "4", "--gpus", "2"], "--gpus: with --placement it takes one number per model"),
+        ([*THREE, "--placement", "shared"], "--placement shared: for three or more models no factors are known"),
     ],
 )
 def test_options_that_do_not_fit(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

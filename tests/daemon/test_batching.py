@@ -63,6 +63,7 @@ async def test_lists_change_while_a_hundred_streams_run(tmp_path: Path) -> None:
             async with session.get("/metrics") as answer:
                 metrics = await answer.text()
         assert 'trouterd_batching_launches_total{model="large",reason="threshold"}' in metrics
+        assert 'trouterd_worker_busy_seconds_total{model="large"}' in metrics
         assert 'trouterd_batching_measured_tokens_per_second{group="small"}' in metrics
         await refusals(link)
         link.writer.close()

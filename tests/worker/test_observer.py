@@ -80,7 +80,8 @@ def test_a_hand_off_is_timed_from_both_sides() -> None:
     ended(observer, 2.0, 2.5)
     observer.ready(2.75)  # this step handed nothing over
     observer.awaited(chunks, 2.625, 3.0)  # came before the model was idle
-    observer.awaited([Fed(first=0)], 2.875, 3.0)  # with a prompt
+    prompt: list[Any] = [Fed(first=0)]
+    observer.awaited(prompt, 2.875, 3.0)
     observer.awaited(chunks, 2.875, 3.0)
     report = observer.report(3.0, 1, 0)
     assert (report.handed, report.handed_seconds) == (1, 0.125)

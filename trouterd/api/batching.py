@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ import msgspec
 from trouterd.batching import state
 from trouterd.batching.controller import Controller
 from trouterd.batching.groups import fingerprint, groups_of
+from trouterd.batching.network import Network
 from trouterd.batching.report import Lists, Report
 from trouterd.child import CallError, Control, Refused
 from trouterd.metrics import Family, gauge
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 REPORTS = 1.0
 """Seconds between two reports of workers."""
 RECOMPUTE = 5.0
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Batches that metrics give step times of."""
 SAVE = 60.0
 SWITCH = 2e-4
 """Seconds after which the thread that computes lets the event loop go on."""
@@ -78,6 +81,7 @@ class Batching:
                   [(labels, c.measured(now)[0]) for labels, c in rows]),
             gauge("batching_ideal_tokens_per_second", "That no thresholds exceed; 0: unknown.",
                   [(labels, c.ideal) for labels, c in rows]),
+            *_learned([c.network for c in self.controllers if c.network]),
         ]  # fmt: skip
 
     async def _turn(self) -> None:
@@ -127,6 +131,17 @@ class Batching:
             "state_file": str(self._path or ""),
             "groups": [_facts(controller, now) for controller in self.controllers],
         }
+
+
+def _learned(networks: Iterable[Network]) -> list[Family]:
+    """Metrics of what the throughput model goes by."""
+    models = [facts for n in networks for facts in zip(n.names, n.step_times, n.contention, strict=True)]
+    times = [({"model": name, "batch": str(size)}, steps.of(size)) for name, steps, _ in models for size in SIZES]
+    contention = [({"model": name}, factor) for name, _, factor in models]
+    return [
+        gauge("batching_step_seconds", "A step by its batch, while no other model runs on the GPU; learned.", times),
+        gauge("batching_contention", "By how much another running model prolongs a step; learned.", contention),
+    ]
 
 
 def _facts(controller: Controller, now: float) -> dict[str, Any]:

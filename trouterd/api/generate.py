@@ -217,6 +217,8 @@ async def _stream(
 ) -> web.StreamResponse:
     """One write for everything that has arrived, however many tokens and choices that is."""
     silent: MaybeUsage = None if plan.include_usage else msgspec.UNSET
+    # Who asks for ids or counts wants to see tokens that have no text (yet), too.
+    shows_tokens = plan.return_token_ids or plan.continuous_usage
     opened = [False] * len(answers)
     running = len(answers)
     while running:
@@ -231,7 +233,7 @@ async def _stream(
                 opening = shape.opening(index, usage)
                 if opening is not None:
                     frame(opening, buffer)
-            if delta.text or delta.finish or (plan.return_token_ids and delta.token_ids):
+            if delta.text or delta.finish or (shows_tokens and delta.token_ids):
                 frame(shape.chunk(index, delta, usage), buffer)
             if delta.finish:
                 running -= 1

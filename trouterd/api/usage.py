@@ -39,6 +39,8 @@ class Usage(msgspec.Struct, frozen=True):
 
 def usage_of(live: LiveRequest, answers: Sequence[Answer]) -> Usage:
     """Counts so far."""
+    if len(answers) == 1:
+        return _of_one(live, answers[0])
     prompt = sum(one.job.prompt_tokens for one in live.generations if one.job.sampling.choice == 0)
     completion = sum(answer.completion_tokens for answer in answers)
     names = live.served.models
@@ -54,3 +56,17 @@ def usage_of(live: LiveRequest, answers: Sequence[Answer]) -> Usage:
         accepted=sum(answer.accepted for answer in answers),
     )
     return Usage(prompt, completion, prompt + completion, route)
+
+
+def _of_one(live: LiveRequest, answer: Answer) -> Usage:
+    """The same for one choice: with `continuous_usage_stats` it is asked for with every token."""
+    names, prompt = live.served.models, live.generations[0].job.prompt_tokens
+    route = RouteUsage(
+        handoffs=answer.handoffs,
+        tokens=dict(zip(names, answer.tokens_by_writer, strict=True)),
+        pending_ms=round(answer.pending_us / 1000, 3),
+        forwards=dict(zip(names, answer.forwards, strict=True)),
+        drafted=answer.drafted,
+        accepted=answer.accepted,
+    )
+    return Usage(prompt, answer.completion_tokens, prompt + answer.completion_tokens, route)

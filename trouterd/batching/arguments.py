@@ -18,6 +18,7 @@ Predicts the throughput of delayed-batching thresholds and finds the best ones. 
 
   trouterctl batching plan --p 0.35 --latency-ms 6.0,27.9 --concurrency 4
   trouterctl batching plan --p 0.35 --step small.json --step large.json --concurrency 16 --contention 1.8,0.06
+  trouterctl batching plan --p 0.35 --step small.json --step large.json --concurrency 1,4,16,64 --placement shared,separate
   trouterctl batching plan --matrix '.5,.3,.2;.5,.3,.2;.5,.3,.2' --commit keep --latency-ms 1+.01,3+.03,8+.05 --concurrency 8
 """
 
@@ -98,7 +99,11 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--context", type=_count, metavar="TOKENS", help="with --step: nearest measured context (shortest)"
     )
     plan.add_argument(
-        "--concurrency", type=_requests, required=True, metavar="N", help=f"requests in flight, up to {MOST_REQUESTS}"
+        "--concurrency",
+        type=_list_of(_requests),
+        required=True,
+        metavar="LIST",
+        help=f"requests in flight, up to {MOST_REQUESTS}; several numbers give a row each",
     )
     plan.add_argument(
         "--commit",
@@ -116,7 +121,12 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         " (0: GPUs of their own; 1: time slices of one)",
     )
     plan.add_argument(
-        "--gpus", type=_count, metavar="N", help="GPUs paid for (one per model; one in all with contention)"
+        "--placement",
+        type=_list_of(_placement),
+        default=(),
+        metavar="LIST",
+        help="shared: the models of a pair on the same GPUs under MPS, 1.8,0.06 without --contention; separate: each on its own;"
+        " both give a table each",
     )
     plan.add_argument(
         "--handoff-ms",
@@ -125,6 +135,14 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         metavar="MS",
         help="from the end of a step until a request that it handed over is ready at the receiver (0)",
     )
+    plan.add_argument(
+        "--gpus",
+        type=_list_of(_count),
+        default=(),
+        metavar="LIST",
+        help="GPUs paid for: of the whole deployment, or of each model (one per model; one in all with contention)",
+    )
+    plan.add_argument("--price", type=_factor, metavar="MONEY", help="of one GPU for an hour: costs are told in it too")
     plan.add_argument(
         "--max-batch",
         type=_count,
@@ -160,6 +178,12 @@ def _number(text: str, least: float, most: float, what: str) -> float:
 
 def _probability(text: str) -> float:
     return _number(text, 0, 1, "a probability")
+
+
+def _placement(text: str) -> str:
+    if text not in ("shared", "separate"):
+        raise argparse.ArgumentTypeError(f"expected shared, separate or both, got {text!r}")
+    return text
 
 
 def _factor(text: str) -> float:

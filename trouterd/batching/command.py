@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from trouterd.batching.bound import ideal
+from trouterd.batching.costs import Costs
 from trouterd.batching.measured import read_step_time
 from trouterd.batching.network import Network, NetworkError, StepTime, keep_commit, rewrite_commit
+from trouterd.batching.outlook import Outlook, expected
+from trouterd.batching.placement import Placement, placed
 from trouterd.batching.plan import BatchingPlan, plan
 from trouterd.batching.survey import Judged, Survey, survey
 from trouterd.table import table
@@ -21,56 +24,54 @@ _MOST_APART = 2_000
 """Of step times: the throughput model follows the fast model's steps during a slow one."""
 
 
-@dataclass(frozen=True)
-class Costs:
-    """What one throughput means for users and for the bill."""
-
-    tokens_per_second: float
-    ms_per_token: float
-    """From one token of a request to its next, in the mean."""
-    gpu_seconds_per_1000_tokens: float
-    """Of all GPUs of the deployment, idle or not."""
-
-    @classmethod
-    def of(cls, tokens_per_second: float, concurrency: int, gpus: int) -> Costs:
-        """For so many requests on so many GPUs."""
-        return cls(tokens_per_second, 1e3 * concurrency / tokens_per_second, 1e3 * gpus / tokens_per_second)
-
-
 def run_plan(options: argparse.Namespace) -> int:
     """Print the plan; returns the exit code."""
     try:
         network = build_network(options)
+        slowest = network.slowest(max(options.concurrency))
+        places = [
+            placed(network, name, _each(options.contention, network.size), options.gpus, slowest)
+            for name in options.placement or ("",)
+        ]
     except NetworkError as error:
         sys.stderr.write(f"trouterctl: {error}\n")
         return EXIT_USAGE
-    shared = any(network.contention)
-    gpus = options.gpus or (1 if shared else network.size)
-    found = survey(network, options.concurrency, options.max_batch)
-    lists = plan(network, options.concurrency, options.max_batch)
-    report = _Report(network, options.concurrency, gpus, found, lists)
+    report: Outlook | _Report
+    if options.placement or options.price is not None or len(options.concurrency) > 1:
+        rows = [
+            (place, [expected(place, count, slowest, options.max_batch) for count in options.concurrency])
+            for place in places
+        ]
+        report = Outlook(rows, network.names[slowest], options.price)
+    else:
+        (place,), (concurrency,) = places, options.concurrency
+        found = survey(place.network, concurrency, options.max_batch)
+        report = _Report(place, concurrency, found, plan(place.network, concurrency, options.max_batch))
     lines = [json.dumps(report.facts())] if options.json else report.lines()
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return EXIT_OK
 
 
 def build_network(options: argparse.Namespace) -> Network:
-    """What the options of `arguments` describe.
+    """What the options of `arguments` describe, without contention.
 
     Raises:
         NetworkError: options that do not fit together, or a file that cannot be used.
     """
+    names: tuple[str, ...] = ()
     if options.context and not options.step:
         raise NetworkError("--context belongs to --step; times of --latency-ms hold at any context")
     if options.step:
-        step_times = [read_step_time(path, options.context) for path in options.step]
+        measured = [read_step_time(path, options.context) for path in options.step]
+        step_times = [one.step_time for one in measured]
+        names = _distinct([one.model for one in measured])
     else:
         step_times = [StepTime.affine(base / 1e3, more / 1e3) for base, more in options.latency_ms]
-    count = len(step_times)
-    shortest, longest = min(time.of(1) for time in step_times), max(time.of(options.concurrency) for time in step_times)
+    count, most = len(step_times), max(options.concurrency)
+    shortest, longest = min(time.of(1) for time in step_times), max(time.of(most) for time in step_times)
     if longest > _MOST_APART * shortest:
         raise NetworkError(
-            f"step times: {shortest * 1e3:g} ms for one request and {longest * 1e3:g} ms for {options.concurrency} are more than"
+            f"step times: {shortest * 1e3:g} ms for one request and {longest * 1e3:g} ms for {most} are more than"
             f" {_MOST_APART:,} times apart"
         )
     if options.p is not None:
@@ -82,15 +83,25 @@ def build_network(options: argparse.Namespace) -> Network:
         routing = options.matrix
     named = {"rewrite": rewrite_commit, "keep": keep_commit}
     commit = named[options.commit](count) if options.commit in named else options.commit
-    contention = options.contention * count if len(options.contention) == 1 else options.contention
-    return Network(tuple(step_times), routing, commit, contention, handoff=options.handoff_ms / 1e3)
+    return Network(tuple(step_times), routing, commit, names=names, handoff=options.handoff_ms / 1e3)
+
+
+def _each(numbers: tuple[float, ...], count: int) -> tuple[float, ...]:
+    """One for every model, where one is given for all."""
+    return numbers * count if len(numbers) == 1 else numbers
+
+
+def _distinct(names: Sequence[str]) -> tuple[str, ...]:
+    """The names; () where one is missing or two are the same, so that models are numbered."""
+    return tuple(names) if all(names) and len(set(names)) == len(names) else ()
 
 
 class _Report:
     """One answer, as text or as JSON."""
 
-    def __init__(self, network: Network, concurrency: int, gpus: int, found: Survey, lists: BatchingPlan) -> None:
-        self._network, self._concurrency, self._gpus = network, concurrency, gpus
+    def __init__(self, place: Placement, concurrency: int, found: Survey, lists: BatchingPlan) -> None:
+        network = place.network
+        self._network, self._concurrency, self._place = network, concurrency, place
         self._found, self._lists = found, lists
         self._ideal = ideal(network, concurrency) * network.tokens_per_step
         self._slowest = network.slowest(concurrency)
@@ -100,13 +111,17 @@ class _Report:
         """Everything."""
         return {
             "concurrency": self._concurrency,
-            "gpus": self._gpus,
+            "gpus": self._place.gpus,
             "shares": self._network.shares,
             "thresholds": [self._row(judged) for judged in self._found.judged],
             "best": self._row(self._found.best),
             "eager": self._row(self._found.eager),
             "ideal_tokens_per_second": self._ideal,
-            "slowest_alone": {"model": self._slowest, **asdict(self._costs(self._alone))},
+            "slowest_alone": {
+                "model": self._slowest,
+                "gpus": self._place.alone,
+                **asdict(Costs.of(self._alone, self._concurrency, self._place.alone)),
+            },
             "lists": self._lists.lists,
         }
 
@@ -115,15 +130,18 @@ class _Report:
         shares = ", ".join(
             f"{name} {share:.1%}" for name, share in zip(self._network.names, self._network.shares, strict=True)
         )
-        yield f"{self._concurrency} requests in flight on {self._gpus} GPU{'s'[: self._gpus > 1]}; share of steps: {shares}"
+        gpus = self._place.gpus
+        yield f"{self._concurrency} requests in flight on {gpus} GPU{'s'[: gpus > 1]}; share of steps: {shares}"
         yield ""
         head = ("THRESHOLDS", "TOKEN/S", "MS/TOKEN", "GPU-S/1,000 TOKENS", "OF IDEAL", "METHOD", "")
         yield from table(head, [self._cells(judged) for judged in self._found.judged])
         yield ""
         best, eager = self._found.best, self._found.eager
-        yield self._sentence("best", best.tokens_per_second, _words(best.thresholds))
-        yield self._sentence("eager", eager.tokens_per_second, _words(eager.thresholds))
-        yield self._sentence(f"{self._network.names[self._slowest]} alone", self._alone, "without routing")
+        yield self._sentence("best", best.tokens_per_second, gpus, _words(best.thresholds))
+        yield self._sentence("eager", eager.tokens_per_second, gpus, _words(eager.thresholds))
+        alone = self._place.alone
+        slowest = f"{self._network.names[self._slowest]} alone"
+        yield self._sentence(slowest, self._alone, alone, f"without routing, on {alone} GPU{'s'[: alone > 1]}")
         yield f"{'ideal':<14} {self._ideal:.1f} token/s: no policy exceeds it"
         yield ""
         for name, thresholds in zip(self._network.names, self._lists.lists, strict=True):
@@ -132,7 +150,7 @@ class _Report:
             yield "These lists let only the slowest model wait."
 
     def _costs(self, tokens_per_second: float) -> Costs:
-        return Costs.of(tokens_per_second, self._concurrency, self._gpus)
+        return Costs.of(tokens_per_second, self._concurrency, self._place.gpus)
 
     def _row(self, judged: Judged) -> dict[str, Any]:
         costs = asdict(self._costs(judged.tokens_per_second))
@@ -150,8 +168,8 @@ class _Report:
             "best" if judged == self._found.best else "",
         )
 
-    def _sentence(self, what: str, tokens_per_second: float, how: str) -> str:
-        costs = self._costs(tokens_per_second)
+    def _sentence(self, what: str, tokens_per_second: float, gpus: int, how: str) -> str:
+        costs = Costs.of(tokens_per_second, self._concurrency, gpus)
         return (
             f"{what:<14} {costs.tokens_per_second:.1f} token/s, {costs.ms_per_token:.2f} ms per token,"
             f" {costs.gpu_seconds_per_1000_tokens:.2f} GPU-seconds per 1,000 tokens ({how})"

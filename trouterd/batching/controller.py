@@ -31,8 +31,7 @@ REPLAY = 60.0
 FEWEST, MOST = 16, 256
 """Requests that lists go up to, at least and at most."""
 LINGER_STEPS = 4.0
-"""Of the slowest model: a request that has just missed a launch waits for that step and until the others are back, which no threshold
-should give up for."""
+"""Of the slowest model: a request that has just missed a launch waits for that step, and until the others are back."""
 MOST_LINGER = 1.0
 """Seconds."""
 

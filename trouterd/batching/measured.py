@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -20,13 +21,29 @@ class _Case(msgspec.Struct):
     wall_ms: Annotated[float, Meta(gt=0)]
 
 
+class _Model(msgspec.Struct, frozen=True):
+    """Of the file."""
+
+    name: str = ""
+
+
 class _Result(msgspec.Struct):
     """The part of the file that is used."""
 
     decode: list[_Case]
+    model: _Model = _Model()
 
 
-def read_step_time(path: Path, context: int | None = None) -> StepTime:
+@dataclass(frozen=True)
+class Measured:
+    """What a file says."""
+
+    model: str
+    """Name of the shape, or of the checkpoint's folder; '' where it says none."""
+    step_time: StepTime
+
+
+def read_step_time(path: Path, context: int | None = None) -> Measured:
     """Time of a decode step by batch size.
 
     Args:
@@ -47,4 +64,5 @@ def read_step_time(path: Path, context: int | None = None) -> StepTime:
         raise NetworkError(f"{path}: no decode step was measured; run bench.step with the section 'decode'")
     nearest = min(contexts) if context is None else min(contexts, key=lambda found: (abs(found - context), found))
     cases = {case.batch: case.wall_ms / 1e3 for case in result.decode if case.context == nearest}
-    return StepTime(tuple(sorted((float(batch), seconds) for batch, seconds in cases.items())))
+    points = tuple(sorted((float(batch), seconds) for batch, seconds in cases.items()))
+    return Measured(Path(result.model.name).name, StepTime(points))

@@ -175,7 +175,8 @@ class Verbs:
         del args, who
         fleet = self._fleet
         models = [
-            {"name": name, "path": model.path, "device": model.device, "state": fleet.children[name].state}
+            {"name": name, "path": model.path, "device": model.device, "gpus": list(model.gpus)}
+            | {"state": fleet.children[name].state}
             | fleet.children[name].detail
             for name, model in fleet.config.models.items()
         ]

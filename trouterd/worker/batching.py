@@ -50,10 +50,12 @@ class Batching:
         self._worker.launching.configure(thresholds[mode], linger, relax=config.batching.relax)
 
     def families(self) -> list[Family]:
-        """Metrics of the rule."""
+        """Metrics of the rule, and of the time that it is about."""
         rule, own = self._worker.launching, {"model": self._model}
         reasons = [({**own, "reason": reason.value}, count) for reason, count in rule.reasons.items()]
+        busy = [(own, self._worker.observer.busy_seconds)]
         return [
+            counter("worker_busy_seconds", "Time in steps, from launch to results.", busy),
             counter("batching_launches", "Steps launched while more than one ready request was asked for.", reasons),
             histogram("batching_hold_seconds", "How long such a launch was held back.", [(own, rule.holds)]),
         ]

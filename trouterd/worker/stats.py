@@ -67,7 +67,7 @@ class Stats:
         self.handed_at = time.monotonic()
         self.handoffs[source, target] += 1
         if run:  # the request was not sent on at once
-            self.runs[min(run, LONGEST_RUN)] += 1
+            self.runs[run if run < LONGEST_RUN else LONGEST_RUN] += 1
         self.suffix_tokens += suffix
 
     def handoff_started(self, seconds: float) -> None:

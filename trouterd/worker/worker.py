@@ -197,7 +197,9 @@ class Worker:
             self._pass_on()
             if busy:
                 await self._collect(again)
-            self._give_back(used=False)
+            else:
+                # It came and is not needed any more, or its step failed.
+                self._give_back()
             # A visitor that is held back by delayed batching, or by whose turn it is, is not blocked.
             held = again < NEVER
             if not busy and (held or not self._refuse_blocked()) and not self._inbox:
@@ -217,7 +219,8 @@ class Worker:
         turn = self._turn if self._alone else None
         now = time.monotonic()
         self.observer.ready(now)
-        self._give_back(used=True)
+        if self._turn is not None and self._turn.used:
+            self._give_back()
         while True:
             due = self.stepper.launch_at(bool(self.scheduler.hosted))
             if due <= now:
@@ -234,16 +237,15 @@ class Worker:
             await self._launch(chunks, now)
             now = time.monotonic()
 
-    def _give_back(self, *, used: bool) -> None:
-        """Let others launch, if no step is in flight: behind one of this turn, or because the turn came and nothing needs it."""
-        turn = self._turn
-        if turn is not None and turn.held and turn.used is used and not self.stepper.in_flight:
-            turn.give_back()
+    def _give_back(self) -> None:
+        """Let others launch, if it is this worker's turn and none of its steps is in flight."""
+        if self._turn is not None and self._turn.held and not self.stepper.in_flight:
+            self._turn.give_back()
 
     async def _launch(self, chunks: list[Chunk], now: float) -> None:
         if self.recorder is not None:
             self.recorder.launch(chunks, self.stepper.in_flight)
-        self._note_start(chunks, now)
+        self._warm_peers(chunks)
         self._begun = 0.0 if self.stepper.in_flight else now
         try:
             await self.stepper.launch(chunks, self._pass_on)
@@ -256,9 +258,10 @@ class Worker:
             await self._drain()
             self.outcomes.fail(chunks)
             return
-        self.launching.launched(chunks, now)
         for chunk in chunks:
             chunk.request.fed = chunk.end
+        self._note_start(chunks, now)
+        self.launching.launched(chunks, now)
 
     async def _collect(self, again: float) -> None:
         """Commit the steps that have ended; wait for one, but not longer than until something arrives or `again` comes."""
@@ -320,7 +323,14 @@ class Worker:
         """Do something between two steps, after a while."""
         asyncio.get_running_loop().call_later(seconds, self.deliver, Command(action))
 
+    def _warm_peers(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            request = chunk.request
+            if not request.warm and request.is_entry and len(request.route.workers) > 1:
+                self.handoffs.warm(request)
+
     def _note_start(self, chunks: list[Chunk], now: float) -> None:
+        """Count the hand-offs whose first step was launched at `now`."""
         latest = 0.0
         for chunk in chunks:
             request = chunk.request
@@ -329,9 +339,7 @@ class Worker:
                 latest = max(latest, sent)
                 self.stats.handoff_started(now - sent)
                 request.handoff_sent_ns = 0
-            if request.is_entry and not request.warm and len(request.route.workers) > 1:
-                self.handoffs.warm(request)
-        if latest and not self.stepper.in_flight and self.launching.reason is not Reason.LINGER:
+        if latest and self._begun and self.launching.reason is not Reason.LINGER:
             self.observer.awaited(chunks, latest, now)
 
     def _refuse_blocked(self) -> bool:

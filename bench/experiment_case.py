@@ -1,0 +1,128 @@
+"""What an experiment is made of: windows to be measured, in stages that each start something once, the important ones first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Protocol
+
+from bench.target import Target
+
+AROUND = 1.0
+"""Seconds of a window beside settling and measuring: connections, and the end of its streams."""
+TROUTERD, STD, SYNCHRONOUS = "trouterd", "std serving", "step-synchronous"
+"""Systems: the daemon as it is, one server per model with a dispatcher outside, and all models in step."""
+SMALL, MIDDLE, LARGE = "small", "middle", "large"
+"""Subjects: a model alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One window to be measured."""
+
+    system: str
+    """Who is under test: `trouterd`, `std serving`, `no graphs`."""
+    workload: str
+    subject: str
+    """The route or the model that is asked: `r2r-35`, `large`."""
+    streams: int
+    batching: str = ""
+    """`eager`, `auto`, `planned`, or `planned x 0.5`; '' where nothing could wait."""
+    body: Mapping[str, Any] = field(default_factory=dict)
+    """More fields of its requests."""
+    importance: int = 0
+    """Those with the highest number are dropped first."""
+    settle: float = 0.0
+    """Seconds of load before the window."""
+    instant: bool = False
+    """Its figures come with the start of its stage."""
+
+    @property
+    def key(self) -> str:
+        """For --only and messages: system/workload/subject/batching/streams."""
+        return f"{self.system}/{self.workload}/{self.subject}/{self.batching or '-'}/{self.streams}"
+
+
+class CaseError(Exception):
+    """One window cannot be measured; the message says why."""
+
+
+Measure = Callable[[Target, Case], Mapping[str, Any]]
+"""Measures a window; its fields (`bench.window.Window`). Raises CaseError: the system under test failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One window that was measured."""
+
+    case: Case
+    window: Mapping[str, Any]
+    """`bench.window.Window` as a dict."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """`thresholds` in force, what they were `predicted` to give, ..."""
+
+
+class Opened(Protocol):
+    """What a stage has started."""
+
+    def record(self, case: Case, measure: Measure) -> Record:
+        """Make everything ready for a window, and measure it.
+
+        Raises:
+            CaseError: it cannot be measured; others can.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Something that is started once for all of its windows."""
+
+    name: str
+    seconds: float
+    """That starting and ending it take, roughly."""
+    open: Callable[[Path], AbstractContextManager[Opened]]
+    """Starts it, given a folder."""
+    cases: tuple[Case, ...]
+
+
+def matching(cases: Sequence[Case], only: Sequence[str]) -> tuple[Case, ...]:
+    """Those whose key matches one of some patterns of a shell; all for no pattern."""
+    return tuple(case for case in cases if not only or any(fnmatchcase(case.key, pattern) for pattern in only))
+
+
+def cost(case: Case, seconds: float) -> float:
+    """Seconds that it takes, where its window has `seconds`."""
+    return 0.0 if case.instant else case.settle + seconds + AROUND
+
+
+def within(stages: Sequence[tuple[float, Sequence[Case]]], seconds: float, budget: float) -> tuple[set[str], list[str]]:
+    """What fits into a budget: the least important windows are dropped one by one, and with its last window a stage.
+
+    Args:
+        stages: seconds that each takes to start, and its windows.
+        seconds: of a window.
+        budget: for everything.
+
+    Returns:
+        Keys of the windows that are kept, and of those that are not, in the order of dropping.
+    """
+    kept = [(start, list(cases)) for start, cases in stages]
+    dropped: list[str] = []
+
+    def total() -> float:
+        return sum(start + sum(cost(case, seconds) for case in cases) for start, cases in kept if cases)
+
+    while total() > budget:
+        # Of equally important ones the last, so that what is there first is complete.
+        _, _, stage, case = max(
+            (case.importance, (place, number), cases, case)
+            for place, (_, cases) in enumerate(kept)
+            for number, case in enumerate(cases)
+        )
+        stage.remove(case)
+        dropped.append(case.key)
+    return {case.key for _, cases in kept for case in cases}, dropped

@@ -1,0 +1,231 @@
+"""The plot of each experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.experiment_case import LARGE, STD
+from bench.experiment_fleet import AUTO, EAGER, PLANNED
+from bench.experiment_group import Group, Measured
+from bench.experiment_tables import factor
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_INCHES = (9.0, 5.5)
+_DOTS = 150
+"""Per inch."""
+_MARKERS = "osD^vPX<>"
+
+
+def write_plots(group: Group, points: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
+    """Draw a group into files of the folder; returns them. Needs matplotlib: the extra `bench`.
+
+    Args:
+        group: windows of an experiment.
+        points: of a frontier, for experiment h.
+        folder: where they go.
+    """
+    from matplotlib.figure import Figure
+
+    experiment = str(group.head["experiment"])
+    figures: list[tuple[str, Callable[[Axes], None]]] = []
+    if points:
+        figures.append(("", lambda axes: _quality(axes, points)))
+    elif group.windows:
+        workloads = _workloads(experiment, group)
+        figures = [
+            (f"-{short(workload)}" if len(workloads) > 1 else "", _drawer(experiment, group, workload))
+            for workload in workloads
+        ]
+    written = []
+    for suffix, draw in figures:
+        figure = Figure(figsize=_INCHES, layout="constrained")
+        axes = figure.subplots()
+        draw(axes)
+        axes.set_title(f"{group.title}; {group.head['hardware']}", fontsize=10)
+        axes.grid(alpha=0.3)
+        for axis in (axes.xaxis, axes.yaxis):
+            if axis.get_scale() == "log":
+                axis.set_major_formatter("{x:g}")
+        if axes.get_yscale() == "log":
+            axes.yaxis.set_minor_formatter("{x:g}")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
+        path = folder / f"{experiment}-{group.head['pair']}-{group.head['placement']}{suffix}.png"
+        figure.savefig(path, dpi=_DOTS)
+        written.append(path)
+    return written
+
+
+def _workloads(experiment: str, group: Group) -> list[str]:
+    """A plot each; those of experiment g share one."""
+    return group.workloads()[:1] if experiment == "g" else group.workloads()
+
+
+def short(workload: str) -> str:
+    """Fit for the name of a file."""
+    return Path(workload).name if Path(workload).suffix else workload.replace("/", "-")
+
+
+def _drawer(experiment: str, group: Group, workload: str) -> Callable[[Axes], None]:
+    draw = {
+        "a": _compared,
+        "b": _ablated,
+        "c": _scaled_up,
+        "d": _switched,
+        "e": _mistaken,
+        "f": _placed,
+        "g": _lengthened,
+    }[experiment]
+    return lambda axes: draw(axes, group, workload)
+
+
+def _line(axes: Axes, found: Sequence[tuple[float, float]], label: str, number: int, style: str = "-") -> None:
+    if found:
+        marker = _MARKERS[number % len(_MARKERS)]
+        axes.plot(*zip(*sorted(found), strict=True), style, marker=marker, color=f"C{number}", label=label)
+
+
+def _streams_axis(axes: Axes, counts: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(counts), [str(count) for count in counts])
+    axes.set_xlabel("requests in flight")
+
+
+def _compared(axes: Axes, group: Group, workload: str) -> None:
+    counts = group.streams(group.select(workload=workload))
+    for number, subject in enumerate(group.subjects()):
+        best = [group.best(workload, subject, count) for count in counts]
+        _line(axes, _ratios(group, best), group.name(subject), number)
+        std = group.select(system=STD, workload=workload, subject=subject)
+        _line(axes, _ratios(group, std), f"{group.name(subject)}, Std. Serving", number, ":")
+    axes.axhline(1.0, color="black", linewidth=1, label="large model alone")
+    axes.set_yscale("log")
+    axes.set_ylabel("token/s over the large model's alone")
+    _streams_axis(axes, counts)
+
+
+def _ratios(group: Group, windows: Sequence[Measured | None]) -> list[tuple[float, float]]:
+    found = []
+    for one in windows:
+        ratio = group.ratio(one) if one else None
+        if one and ratio:
+            found.append((float(one.case.streams), ratio.value))
+    return found
+
+
+def _scaled_up(axes: Axes, group: Group, workload: str) -> None:
+    counts = group.streams(group.windows)
+    (subject, *_) = group.subjects()
+    routed = [one for count in counts if (one := group.best(workload, subject, count))]
+    lines = {
+        f"routed: {group.name(subject)}": routed,
+        "large model alone": group.select(workload=workload, subject=LARGE),
+        "Std. Serving": group.select(system=STD, workload=workload, subject=subject),
+    }
+    for number, (label, found) in enumerate(lines.items()):
+        _line(axes, [(one.case.streams, one.rate) for one in found], label, number)
+    axes.set_yscale("log")
+    axes.set_ylabel("token/s")
+    _streams_axis(axes, counts)
+
+
+def _switched(axes: Axes, group: Group, workload: str) -> None:
+    number = 0
+    for count in group.streams(group.windows):
+        for way in (EAGER, AUTO):
+            found = [
+                one
+                for one in group.select(workload=workload, batching=way, streams=count)
+                if ":" in one.case.subject and group.ratio(one)
+            ]
+            points = [
+                (float(one.case.subject.partition(":")[2]), ratio.value) for one in found if (ratio := group.ratio(one))
+            ]
+            _line(axes, points, f"N = {count}, {way}", number)
+            number += bool(points)
+    axes.axhline(1.0, color="black", linewidth=1, label="large model alone")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("every n-th token by the large model, n")
+    axes.set_ylabel("token/s over the large model's alone")
+
+
+def _mistaken(axes: Axes, group: Group, workload: str) -> None:
+    number = 0
+    for subject in group.subjects():
+        for count in group.streams(group.select(subject=subject)):
+            found = group.select(workload=workload, subject=subject, streams=count)
+            right = next((one for one in found if one.case.batching == PLANNED), None)
+            if right is None or not right.rate:
+                continue
+            points = [(factor(one.case.batching), one.rate / right.rate) for one in found if factor(one.case.batching)]
+            _line(axes, points, f"{group.name(subject)}, N = {count}", number)
+            number += 1
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("thresholds, times the planner's")
+    axes.set_ylabel("token/s over the planner's")
+
+
+def _placed(axes: Axes, group: Group, workload: str) -> None:
+    (subject, *_) = group.subjects()
+    for number, system in enumerate(dict.fromkeys(one.case.system for one in group.windows)):
+        found = group.select(system=system, workload=workload, subject=subject, batching=PLANNED)
+        points = [(one.rate, gap) for one in found if (gap := one.of("gap_ms", "p99")) is not None]
+        _line(axes, points, "as it is" if number == 0 else system, number)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("token/s")
+    axes.set_ylabel("gap between tokens, p99, ms")
+
+
+def _lengthened(axes: Axes, group: Group, workload: str) -> None:
+    del workload
+    labels: list[str] = []
+    kept: list[float] = []
+    short, long = (group.workloads() * 2)[:2]
+    for one in group.windows:
+        case = one.case
+        if case.workload != short or not one.rate:
+            continue
+        other = group.select(
+            system=case.system, workload=long, subject=case.subject, batching=case.batching, streams=case.streams
+        )
+        if other:
+            labels.append(f"{case.system}, {group.name(case.subject)} {case.batching}, N = {case.streams}")
+            kept.append(other[0].rate / one.rate)
+    axes.barh(labels, kept)
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.set_xlabel(f"token/s kept, {long} against {short}")
+
+
+def _ablated(axes: Axes, group: Group, workload: str) -> None:
+    ways: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for one in group.windows:
+        if one.case.workload == workload and one.case.subject in group.names:
+            ways.setdefault((one.case.system, one.case.batching), []).append((one.case.streams, one.rate))
+    for number, ((system, way), points) in enumerate(ways.items()):
+        _line(axes, points, f"{system}, {way}" if way else system, number)
+    axes.set_yscale("log")
+    axes.set_ylabel("token/s")
+    _streams_axis(axes, group.streams(group.windows))
+
+
+def _quality(axes: Axes, points: Sequence[dict[str, Any]]) -> None:
+    most = max(point["tokens_per_second"] for point in points)
+    names = list(dict.fromkeys(point["sweep"] for point in points))
+    for number, name in enumerate(names):
+        own = [point for point in points if point["sweep"] == name]
+        axes.scatter(
+            [100 * point["large_share"] for point in own],
+            [100 * point["accuracy"] for point in own],
+            s=[400 * point["tokens_per_second"] / most for point in own],
+            marker=_MARKERS[number % len(_MARKERS)],
+            color=f"C{number % 10}",
+            alpha=0.7,
+            label=name,
+        )
+    axes.set_xlabel(f"tokens by the large model, %; area: token/s, the largest {most:,.0f}")
+    axes.set_ylabel("right answers, %")

@@ -1,0 +1,85 @@
+"""The file of an experiment: written anew after every window, so that a run that is cut off keeps what it has."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.experiment_case import Case, Record
+
+_SUFFIX = ".json"
+
+
+@dataclass(slots=True)
+class Result:
+    """Everything that one command has found."""
+
+    head: dict[str, Any]
+    """Experiment, models, placement, hardware, versions, commit, command."""
+    records: list[Record] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    """Keys of windows that the budget had no room for."""
+    failures: list[tuple[str, str]] = field(default_factory=list)
+    """Key and reason."""
+    complete: bool = False
+    points: list[dict[str, Any]] = field(default_factory=list)
+    """Experiment h: of the frontier."""
+
+    def save(self, path: Path) -> None:
+        """Whole or not at all."""
+        scratch = path.with_name(path.name + ".new")
+        scratch.write_text(json.dumps(asdict(self), indent=1))
+        scratch.replace(path)
+
+
+def new_file(folder: Path, experiment: str, pair: str, placement: str) -> Path:
+    """A name that is free: `a-Qwen3-0.6B+Qwen3-32B-shared.json`, or with a number behind it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"{experiment}-{pair}-{placement}"
+    path = folder / f"{stem}{_SUFFIX}"
+    number = 2
+    while path.exists():
+        path = folder / f"{stem}-{number}{_SUFFIX}"
+        number += 1
+    return path
+
+
+def now() -> str:
+    """For the head."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+class ResultError(Exception):
+    """A file that is no result; the message names it."""
+
+
+def read_results(folder: Path) -> list[Result]:
+    """All results in a folder and below, the oldest first.
+
+    Raises:
+        ResultError: there is none, or a file is none.
+    """
+    found = []
+    for path in sorted(folder.rglob(f"*{_SUFFIX}")):
+        try:
+            content = json.loads(path.read_text())
+            if not isinstance(content, dict) or "records" not in content or "experiment" not in content.get("head", {}):
+                continue  # another bench's result may lie beside
+            found.append(_result(content))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ResultError(f"{path}: not a result of an experiment: {error}") from error
+    if not found:
+        raise ResultError(f"{folder}: holds no result of an experiment")
+    return sorted(found, key=lambda result: str(result.head.get("started", "")))
+
+
+def _result(content: Mapping[str, Any]) -> Result:
+    records = [Record(Case(**record["case"]), record["window"], record["facts"]) for record in content["records"]]
+    failures = [(key, reason) for key, reason in content["failures"]]
+    return Result(
+        content["head"], records, list(content["dropped"]), failures, bool(content["complete"]), content["points"]
+    )

@@ -1,0 +1,123 @@
+"""What all experiments have in common: whom they ask, how often, and the windows that every comparison needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bench.deployment import Deployment
+from bench.experiment_case import LARGE, SMALL, TROUTERD, Case, Opened, Stage
+from bench.experiment_fleet import AUTO, opened_fleet
+from bench.experiment_setup import CPU, Setup
+from bench.experiment_steps import StepTimes
+from bench.patterns import Mixture, Pattern
+
+REFERENCE = 0
+"""Importance of what everything is compared with."""
+_START = {CPU: 5.0}
+_GPU_START = 45.0
+"""Seconds that a daemon needs to start and to end."""
+_MOST_ROUTES = 3
+"""Of one daemon: a device captures whole steps for so many, and runs those of more in parts, which costs some launches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What the command line says of an experiment."""
+
+    setup: Setup
+    workloads: tuple[str, ...]
+    streams: tuple[int, ...]
+    """Empty: the experiment's own."""
+    patterns: tuple[Pattern | Mixture, ...]
+    settle: float
+    """Seconds of load before a window."""
+    learn: float
+    """The same where the controller has to learn first."""
+    steps: StepTimes = field(default_factory=StepTimes)
+    vllm: Path | None = None
+    """The peer's scripts."""
+
+    @property
+    def start(self) -> float:
+        """Seconds that a daemon takes."""
+        return _START.get(self.setup.placement, _GPU_START)
+
+    def counts(self, *own: int) -> tuple[int, ...]:
+        """Numbers of streams: those of the command line, or the experiment's own."""
+        return self.streams or own
+
+    def only(self, patterns: int) -> Scope:
+        """With the first patterns alone."""
+        return replace(self, patterns=self.patterns[:patterns])
+
+    def case(
+        self,
+        workload: str,
+        subject: str,
+        streams: int,
+        importance: int,
+        *,
+        system: str = TROUTERD,
+        batching: str = "",
+        body: Mapping[str, Any] | None = None,
+    ) -> Case:
+        """One window."""
+        return Case(
+            system=system,
+            workload=workload,
+            subject=subject,
+            streams=streams,
+            batching=batching,
+            body=body or {},
+            importance=importance,
+            settle=self.learn if batching == AUTO else self.settle,
+        )
+
+    def alone(
+        self, workload: str, streams: Sequence[int], importance: int = REFERENCE, system: str = TROUTERD
+    ) -> list[Case]:
+        """Each model alone: what routing is compared with, and step times for the planner."""
+        return [
+            self.case(workload, name, count, importance, system=system)
+            for name in (LARGE, *self.setup.names[1:-1], SMALL)
+            for count in streams
+        ]
+
+    def fleets(self, cases: Sequence[Case]) -> list[Stage]:
+        """Daemons with the routes that the windows need, few of them each; a model alone is measured in the first one."""
+        routes = list(dict.fromkeys(pattern.route for pattern in self.patterns))
+        homes = {route: number // _MOST_ROUTES for number, route in enumerate(routes)}
+        home = {pattern.key: homes[pattern.route] for pattern in self.patterns}
+        stages = []
+        for number in range(max(homes.values(), default=0) + 1):
+            own = [case for case in cases if home.get(case.subject, 0) == number]
+            scope = replace(self, patterns=tuple(one for one in self.patterns if home[one.key] == number))
+            stages.append(scope.fleet(own, name=f"{TROUTERD} {number + 1}" if number else TROUTERD))
+        return stages
+
+    def fleet(
+        self,
+        cases: Sequence[Case],
+        *,
+        name: str = TROUTERD,
+        deployment: Deployment | None = None,
+        contention: Sequence[float] | None = None,
+    ) -> Stage:
+        """The stage that is one trouterd with the routes of all patterns.
+
+        Args:
+            cases: of it.
+            name: of the stage.
+            deployment: default: the models as they are.
+            contention: what plans take it to be; None: what is known of the placement.
+        """
+        served = self.setup.deployment() if deployment is None else deployment
+
+        def start(folder: Path) -> AbstractContextManager[Opened]:
+            return opened_fleet(served, folder, self.setup, self.patterns, self.steps, contention)
+
+        return Stage(name, self.start, start, tuple(cases))

@@ -1,0 +1,127 @@
+"""The models of an experiment, where they run, and how: the same for all of its daemons."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.deployment import SCRIPT, Deployment, ModelSpec, RouteSpec
+from bench.experiment_case import LARGE, MIDDLE, SMALL
+from bench.patterns import Mixture, Pattern
+from bench.step_heads import HeadInputs
+from bench.step_shapes import SHAPES, write_shape
+from models.config import ModelConfig
+from trouterd.batching.placement import FASTER, SEPARATE, SHARED, SLOWER
+from trouterd.config_dump import toml_value
+from trouterd.demo import LARGE_DIRECTORY, SMALL_DIRECTORY
+from trouterd.settings import BUILTIN
+
+CPU = "cpu"
+_BUILTIN = {f"{BUILTIN}small": SMALL_DIRECTORY, f"{BUILTIN}large": LARGE_DIRECTORY}
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Two models, or three with one in the middle.
+
+    Args:
+        sources: of `ModelSpec`, entry first.
+        devices: one per model.
+        tensor_parallel: GPUs of each model.
+        model_settings: TOML lines for every model's table.
+        settings: TOML lines of the whole configuration.
+    """
+
+    sources: tuple[str, ...]
+    devices: tuple[str, ...]
+    tensor_parallel: tuple[int, ...]
+    model_settings: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the models in the configuration."""
+        return (SMALL, MIDDLE, LARGE) if len(self.sources) == 3 else (SMALL, LARGE)
+
+    @property
+    def pair(self) -> str:
+        """For tables and file names: the models' sources in short."""
+        return "+".join(short(source) for source in self.sources)
+
+    @property
+    def models(self) -> tuple[ModelSpec, ...]:
+        """All of them."""
+        columns = zip(self.names, self.sources, self.devices, self.tensor_parallel, strict=True)
+        return tuple(ModelSpec(*row, settings=self.model_settings) for row in columns)
+
+    @property
+    def placement(self) -> str:
+        """`shared`, `separate`, or `cpu` where no model is on a GPU."""
+        gpus = [model.gpus for model in self.models]
+        if not any(gpus):
+            return CPU
+        return SHARED if len(frozenset().union(*gpus)) < sum(map(len, gpus)) else SEPARATE
+
+    @property
+    def contention(self) -> tuple[float, ...]:
+        """By how much another running model prolongs a step, as far as it is known beforehand: the last model is the slowest."""
+        if self.placement != SHARED:
+            return ()
+        return (*(FASTER for _ in self.sources[1:]), SLOWER)
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether routing heads run beside the small model."""
+        return not self.sources[0].startswith(SCRIPT)
+
+    def deployment(
+        self,
+        routes: Sequence[RouteSpec] = (),
+        *,
+        settings: Sequence[str] = (),
+        model_settings: Sequence[str] = (),
+        large_settings: Sequence[str] = (),
+    ) -> Deployment:
+        """What a daemon of this experiment serves.
+
+        Args:
+            routes: over its models.
+            settings: further lines of the configuration.
+            model_settings: further lines of every model's table.
+            large_settings: further lines of the large model's.
+        """
+        models = []
+        for model in self.models:
+            own = (*model.settings, *model_settings, *(large_settings if model.name == LARGE else ()))
+            models.append(ModelSpec(model.name, model.source, model.device, model.tensor_parallel, own))
+        return Deployment(tuple(models), tuple(routes), (*self.settings, *settings))
+
+    def route(self, pattern: Pattern | Mixture, folder: Path, *, heads: bool = True) -> RouteSpec:
+        """The route of a pattern; writes its head into the folder, or leaves it out."""
+        models = self.names if isinstance(pattern, Mixture) else (SMALL, LARGE)
+        params = pattern.route_params(folder, head_inputs(self.sources[0]) if heads else None, self.devices[0])
+        return RouteSpec(pattern.route, models, pattern.algorithm_path, inline(params))
+
+
+def short(source: str) -> str:
+    """A source's name in few letters, fit for a file's name."""
+    if source.startswith(SCRIPT):
+        return source.replace(":", "-")
+    return Path(source.removeprefix(BUILTIN)).name
+
+
+def inline(params: dict[str, object]) -> str:
+    """The content of a TOML inline table."""
+    return ", ".join(f"{name} = {toml_value(value)}" for name, value in params.items())
+
+
+def head_inputs(source: str) -> HeadInputs | None:
+    """What a model gives a routing head; None for a script, which has no weights."""
+    if source.startswith(SCRIPT):
+        return None
+    with tempfile.TemporaryDirectory() as name:
+        directory = write_shape(source, Path(name)) if source in SHAPES else _BUILTIN.get(source, Path(source))
+        config = ModelConfig.load(directory)
+    return HeadInputs(config.hidden_size, config.hidden_size, config.vocab_size)

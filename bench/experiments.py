@@ -1,0 +1,240 @@
+"""The experiments of the throughput report: each is one command, and writes one result file.
+
+    python -m bench.throughput --experiment a --small Qwen3-0.6B --large Qwen3-32B --devices cuda:0 --output DIR
+    python -m bench.throughput --experiment a --small script:6 --large script:28 --seconds 5 --list --output DIR
+    python -m bench.throughput --report DIR
+
+a  every algorithm on every workload, against the large model alone and Std. Serving
+b  what each part of the engine is worth: one is off at a time
+c  from 1 stream to 128
+d  the price of a hand-off: switching after every n tokens
+e  wrong thresholds of delayed batching
+f  one card, with and without limits, or a card each
+g  answers of 2,048 tokens, and the rest of answers of 8,192 from their 3,072nd token on
+h  quality, share and throughput of every algorithm, on the demo pair
+
+Windows are measured by importance as long as --budget lasts, and the file is written after each of them. --list says what would be
+measured. A second run into the same folder writes a second file; --report puts all files of a folder together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from bench import (
+    experiment_ablation,
+    experiment_compare,
+    experiment_placement,
+    experiment_quality,
+    experiment_switching,
+    experiment_thresholds,
+)
+from bench.experiment_case import CaseError, Stage, cost, matching, within
+from bench.experiment_report import write_report
+from bench.experiment_result import Result, ResultError, new_file, now
+from bench.experiment_run import Runner
+from bench.experiment_scope import Scope
+from bench.experiment_setup import CPU, Setup
+from bench.experiment_steps import StepTimes
+from bench.experiment_windows import measuring
+from bench.patterns import ME, PATTERNS, Mixture, Pattern
+from bench.progress import Progress
+from bench.surroundings import surroundings
+from bench.workloads import find
+from trouterd.batching.network import NetworkError
+
+_STAGES: dict[str, Callable[[Scope], list[Stage]]] = {
+    "a": experiment_compare.algorithms,
+    "b": experiment_ablation.stages,
+    "c": experiment_compare.scaling,
+    "d": experiment_switching.stages,
+    "e": experiment_thresholds.stages,
+    "f": experiment_placement.stages,
+    "g": experiment_compare.lengths,
+}
+QUALITY = "h"
+_USUAL = ("low",)
+_LONG = "3072/5120"
+"""The rest of an answer of 8,192 tokens, whose first 3,072 come as a prompt: a window is too short for all of it."""
+_WORKLOADS = {"a": (*_USUAL, "agent", _LONG), "g": (*_USUAL, _LONG)}
+_FOREVER = 1e9
+
+
+def main(arguments: list[str]) -> int:
+    """Run an experiment, or put results together; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    options.command = " ".join(["python -m bench.throughput", *arguments])
+    try:
+        if options.report:
+            print(write_report(options.report))
+            return 0
+        return _quality(options) if options.experiment == QUALITY else _measure(options)
+    except (CaseError, NetworkError, ResultError) as error:
+        print(f"bench.throughput: {error}", file=sys.stderr)
+        return 1
+
+
+def _measure(options: argparse.Namespace) -> int:
+    scope = _scope(options)
+    stages = [replace(stage, cases=matching(stage.cases, options.only)) for stage in _STAGES[options.experiment](scope)]
+    stages = [stage for stage in stages if stage.cases]
+    if not stages:
+        raise CaseError(f"--only {','.join(options.only)}: no window has such a key; --list shows them")
+    if options.list:
+        _list(stages, options.seconds, options.budget)
+        return 0
+    if options.output is None:
+        raise CaseError("--output names the folder of the result")
+    setup = scope.setup
+    path = new_file(options.output, options.experiment, setup.pair, setup.placement)
+    facts = {
+        "pair": setup.pair,
+        "placement": setup.placement,
+        "devices": list(setup.devices),
+        "tensor_parallel": list(setup.tensor_parallel),
+        "seconds": options.seconds,
+        "names": {pattern.key: pattern.name for pattern in scope.patterns},
+        "heads": setup.has_heads,
+    }
+    device = next((device for device in setup.devices if device != CPU), CPU)
+    result = Result(_head(options, device) | facts)
+    progress = Progress(sum(len(stage.cases) for stage in stages))
+    runner = Runner(
+        stages,
+        result,
+        path,
+        seconds=options.seconds,
+        budget=options.budget,
+        measure=measuring(options.seconds, progress),
+        steps=scope.steps,
+        progress=progress,
+    )
+    runner.run()
+    print(f"{len(result.records)} windows, {len(result.dropped)} dropped, {len(result.failures)} failed: {path}")
+    return 0 if result.records and not result.failures else 1
+
+
+def _quality(options: argparse.Namespace) -> int:
+    if options.output is None:
+        raise CaseError("--output names the folder of the result")
+    path = new_file(options.output, QUALITY, "demo", CPU)
+    facts = {"pair": "demo", "placement": CPU, "devices": [CPU], "names": {}}
+    result = Result(_head(options, CPU) | facts, points=experiment_quality.quality(options), complete=True)
+    result.save(path)
+    print(f"{len(result.points)} points: {path}")
+    return 0
+
+
+def _head(options: argparse.Namespace, device: str) -> dict[str, object]:
+    origin = surroundings(torch.device(device))
+    return {"experiment": options.experiment, "started": now(), "command": options.command, **origin}
+
+
+def _list(stages: Sequence[Stage], seconds: float, budget: float) -> None:
+    kept, _ = within([(stage.seconds, stage.cases) for stage in stages], seconds, budget)
+    total = 0.0
+    for stage in stages:
+        fits = [case for case in stage.cases if case.key in kept]
+        total += stage.seconds * bool(fits) + sum(cost(case, seconds) for case in fits)
+        print(f"{stage.name}: {stage.seconds:.0f} s to start")
+        for case in stage.cases:
+            mark = "" if case.key in kept else "   dropped"
+            print(f"  {case.key}   importance {case.importance}, {cost(case, seconds):.0f} s{mark}")
+    print(f"{total:.0f} s in all")
+
+
+def _scope(options: argparse.Namespace) -> Scope:
+    sources = tuple(source for source in (options.small, options.middle, options.large) if source)
+    if not (options.small and options.large):
+        raise CaseError("--small and --large name the models")
+    setup = Setup(
+        sources,
+        _each("--devices", options.devices, len(sources)),
+        _each("--tensor-parallel", options.tensor_parallel, len(sources)),
+        (*([f"context_length = {options.context}"] if options.context else []), *options.model_set),
+        tuple(options.set),
+    )
+    workloads = options.workloads or _WORKLOADS.get(options.experiment, _USUAL)
+    for workload in workloads:
+        try:
+            find(workload)
+        except ValueError as error:
+            raise CaseError(f"--workloads: {error}") from error
+    return Scope(
+        setup=setup,
+        workloads=workloads,
+        streams=options.streams,
+        patterns=_patterns(options.patterns, len(sources)),
+        settle=options.settle,
+        learn=options.learn,
+        steps=StepTimes.read(setup.names, options.step, options.step_context),
+        vllm=options.vllm,
+    )
+
+
+def _patterns(names: Sequence[str], models: int) -> tuple[Pattern | Mixture, ...]:
+    """Of three models there is one."""
+    known: dict[str, Pattern | Mixture] = {one.key: one for one in ((ME,) if models == 3 else PATTERNS)}
+    if unknown := [name for name in names if name not in known]:
+        raise CaseError(f"--patterns: no pattern {unknown[0]!r} of {models} models; there are {', '.join(known)}")
+    return tuple(known[name] for name in names or known)
+
+
+def _each(flag: str, given: tuple, count: int) -> tuple:  # type: ignore[type-arg]  # of anything
+    if len(given) not in (1, count):
+        raise CaseError(f"{flag}: {len(given)} given for {count} models")
+    return given * count if len(given) == 1 else given
+
+
+def _parser() -> argparse.ArgumentParser:
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="bench.throughput", description=__doc__, formatter_class=shape)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--experiment", choices=(*_STAGES, QUALITY))
+    what.add_argument("--report", type=Path, metavar="DIR", help="put all results in a folder together")
+    models = parser.add_argument_group("models")
+    source = "a directory, builtin:small, a published shape (random weights), or script:MS"
+    for name in ("small", "middle", "large"):
+        models.add_argument(f"--{name}", default="", metavar="SOURCE", help=source)
+    models.add_argument("--devices", type=_words, default=(CPU,), metavar="LIST", help="of all models, or of each")
+    models.add_argument("--tensor-parallel", type=_counts, default=(1,), metavar="LIST", help="the same for GPUs")
+    models.add_argument("--context", type=int, default=0, metavar="TOKENS", help="context_length of all models")
+    models.add_argument("--model-set", action="append", default=[], metavar="LINE", help="for every model's table")
+    models.add_argument("--set", action="append", default=[], metavar="LINE", help="for the configuration")
+    windows = parser.add_argument_group("windows")
+    windows.add_argument("--output", type=Path, metavar="DIR", help="folder of the result")
+    windows.add_argument("--workloads", type=_words, default=(), metavar="LIST")
+    windows.add_argument("--patterns", type=_words, default=(), metavar="LIST", help="by importance")
+    windows.add_argument("--streams", type=_counts, default=(), metavar="LIST")
+    windows.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of a window (20)")
+    windows.add_argument("--settle", type=float, default=4.0, metavar="S", help="of load before a window (4)")
+    windows.add_argument("--learn", type=float, default=20.0, metavar="S", help="the same for the controller (20)")
+    windows.add_argument("--only", type=_words, default=(), metavar="KEYS", help="windows by key, with * and ?")
+    windows.add_argument("--budget", type=float, default=_FOREVER, metavar="S", help="for everything")
+    windows.add_argument("--list", action="store_true", help="say what would be measured, and how long it takes")
+    windows.add_argument(
+        "--step", type=Path, action="append", default=[], metavar="FILE", help="of bench.step, per model: for plans"
+    )
+    windows.add_argument(
+        "--step-context", type=int, default=1024, metavar="TOKENS", help="that is taken of them (1024)"
+    )
+    windows.add_argument("--vllm", type=Path, metavar="FOLDER", help="experiment a: scripts of the peer")
+    experiment_quality.add_arguments(parser)
+    return parser
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    numbers = tuple(int(part) for part in text.split(","))
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"expected numbers from 1 on, got {text!r}")
+    return numbers

@@ -1,0 +1,188 @@
+"""Throughput, latency and cost of OpenAI endpoints, side by side: trouterd's routes and models, and any other server.
+
+    python -m bench.throughput --output DIR --target trouterd=unix:/run/trouterd.sock --control /run/trouterd.ctl
+                               --url http://localhost:8000 --model NAME --gpus 2
+                               --workload low,agent --streams 1,4,16 --seconds 20 --settle 5
+    python -m bench.throughput --experiment a ...     an experiment, which starts its own systems
+    python -m bench.throughput --report DIR           all results of experiments in a folder as one report
+
+N clients ask again as soon as they are answered; a window is what they see in --seconds, after each of them has had a token and
+--settle seconds more. Writes throughput.json, throughput.md and a plot for each workload into --output. With OPENAI_API_KEY set,
+requests carry that key.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+import uvloop
+
+from bench.endpoint import SILENCE
+from bench.frontier_fault import FrontierError
+from bench.frontier_plot import require_matplotlib
+from bench.progress import Progress
+from bench.surroundings import surroundings
+from bench.target import Target
+from bench.throughput_plots import write_plots
+from bench.throughput_report import number, report
+from bench.throughput_systems import add_systems, targets
+from bench.window import Window, measure
+from bench.workloads import NAMED, Workload, find
+
+_EXPERIMENTS = ("--experiment", "--report")
+
+
+def main(arguments: list[str]) -> int:
+    """Run it; returns the exit code."""
+    if arguments and arguments[0].partition("=")[0] in _EXPERIMENTS:
+        # They start systems, and so need much more than this does.
+        code: int = importlib.import_module("bench.experiments").main(arguments)
+        return code
+    options = _parse(arguments)
+    try:
+        if options.plots:
+            require_matplotlib()
+        options.output.mkdir(parents=True, exist_ok=True)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            asked = [target for system in options.systems for target in runner.run(targets(system, options.silence))]
+            run = _Run(options, " ".join(["python -m bench.throughput", *arguments]))
+            for workload, streams, target in run.plan(asked):
+                runner.run(run.window(target, workload, streams))
+    except (FrontierError, RuntimeError, OSError) as error:
+        print(f"throughput: {error}", file=sys.stderr)
+        return 1
+    run.write()
+    return 1 if run.failures or not run.windows else 0
+
+
+@dataclass
+class _Run:
+    """All windows of a command."""
+
+    options: argparse.Namespace
+    command: str
+    windows: list[Window] = field(default_factory=list)
+    failures: list[tuple[str, str]] = field(default_factory=list)
+    """System, and what it said; its other windows are left out."""
+
+    def __post_init__(self) -> None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._origin = {"command": self.command, **surroundings(device)}
+        self._progress = Progress(0)
+
+    def plan(self, asked: Sequence[Target]) -> list[tuple[Workload, int, Target]]:
+        """Systems side by side, so that a machine that changes its pace does not favour one of them."""
+        counts, workloads = self.options.streams, self.options.workload
+        found = [(workload, count, target) for workload in workloads for count in counts for target in asked]
+        self._progress = Progress(len(found))
+        return found
+
+    async def window(self, target: Target, workload: Workload, streams: int) -> None:
+        """Measure one, unless its system has failed before."""
+        options, title = self.options, f"{target.name}, {workload.label}, N = {streams}"
+        if target.name in dict(self.failures):
+            self._progress.done(f"{title}: left out")
+            return
+        try:
+            window = await measure(
+                target,
+                workload,
+                streams,
+                seconds=options.seconds,
+                settle=options.settle,
+                progress=lambda part: self._progress.show(title, part),
+                silence=options.silence,
+            )
+        except (RuntimeError, OSError) as error:
+            self.failures.append((target.name, str(error)))
+            self._progress.done(f"{title}: failed: {error}")
+            return
+        self.windows.append(window)
+        self._progress.done(f"{title}: {number(window.tokens_per_second)} token/s")
+        self._save()
+
+    def write(self) -> None:
+        """The whole result; the tables are printed too."""
+        self._save()
+        if not self.windows:
+            return
+        folder, origin = self.options.output, self._origin
+        head = [
+            f"# Throughput\n\n{self.options.seconds:g} s windows on {origin['hardware']}, commit {origin['commit']}."
+        ]
+        head += [f"`{self.command}`", *(f"{system} failed: {reason}" for system, reason in self.failures)]
+        pictures = [path.name for path in write_plots(self.windows, folder)] if self.options.plots else []
+        pictures = [f"![speed, latency and cost]({name})" for name in pictures if name.endswith(".png")]
+        text = report(self.windows, "\n\n".join([*head, *pictures]))
+        print(text)
+        (folder / "throughput.md").write_text(text)
+
+    def _save(self) -> None:
+        settings = {name: getattr(self.options, name) for name in ("seconds", "settle", "cut", "seed")}
+        content = self._origin | {"settings": settings, "failures": self.failures}
+        content["windows"] = [asdict(window) for window in self.windows]
+        (self.options.output / "throughput.json").write_text(json.dumps(content, indent=1))
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="bench.throughput", description=__doc__, formatter_class=shape)
+    add_systems(parser)
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the result")
+    names = ", ".join(NAMED)
+    parser.add_argument(
+        "--workload", type=_words, default=["low"], metavar="LIST", help=f"{names}, IN/OUT in tokens, or a file (low)"
+    )
+    parser.add_argument("--streams", type=_counts, default=[1, 4, 16], metavar="LIST", help="values of N (1,4,16)")
+    parser.add_argument("--seconds", type=_positive, default=20.0, metavar="S", help="of a window (20)")
+    parser.add_argument("--settle", type=_positive, default=5.0, metavar="S", help="before it (5)")
+    parser.add_argument(
+        "--cut", type=int, default=0, metavar="TOKENS", help="longest answer, to fit more into a window"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of made-up prompts (0)")
+    parser.add_argument(
+        "--silence",
+        type=_positive,
+        default=SILENCE,
+        metavar="S",
+        help=f"a request fails after so long without a byte ({SILENCE:g})",
+    )
+    parser.add_argument("--no-plots", dest="plots", action="store_false", help="tables only; needs no matplotlib")
+    options = parser.parse_args(arguments)
+    if not options.systems:
+        parser.error("name a system with --target NAME=URL or --url URL")
+    try:
+        options.workload = [find(name, cut=options.cut, seed=options.seed) for name in options.workload]
+    except ValueError as error:
+        parser.error(f"argument --workload: {error}")
+    return options
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def _counts(text: str) -> list[int]:
+    counts = [int(word) for word in _words(text)]
+    if not counts or min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"expected numbers from 1 on, got {text!r}")
+    return counts
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

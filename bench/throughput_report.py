@@ -1,0 +1,120 @@
+"""The tables of a throughput report, in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from bench.window import Percentiles, Window
+
+_NOTES = """\
+N requests are under way all the time. Times are means, then medians, 95th and 99th percentiles. *Gap*: from one arrival of
+tokens to the next of the same answer. *First token* with a star: no request began in the window, and the times are those of all N
+beginning at once. *Hand-off*: mean time from sending a request to another model until the step that takes it; *held*: for how
+long launches waited for more requests, in the mean. *Of ideal*: token/s divided by what no way of launching batches exceeds, for
+the step times and the routing of that window; prefill, hand-offs and HTTP cost nothing in it. *GPU-s*: GPUs times seconds, idle
+time included. *Large steps*: forward passes of the large model. "-": the system does not say, or nothing was seen.
+"""
+
+
+def report(windows: Sequence[Window], head: str) -> str:
+    """All tables, one section for each workload.
+
+    Args:
+        windows: what was measured.
+        head: what to say first: of what, where, how.
+    """
+    parts = [head.rstrip(), ""]
+    for workload in dict.fromkeys(window.workload for window in windows):
+        own = [window for window in windows if window.workload == workload]
+        parts += [f"## {workload}", "", speed_table(own), inside_table(own)]
+    return "\n".join([*parts, _NOTES])
+
+
+def large_only(windows: Sequence[Window]) -> str:
+    """Name of the system in which the large model writes everything; '' if there is none."""
+    for window in windows:
+        if (large := window.extra.get("large")) and set(window.tokens_per_model) == {large}:
+            return window.system
+    return ""
+
+
+def ratio(window: Window, windows: Sequence[Window], reference: str) -> float | None:
+    """Token/s over those of a system at the same workload and number of streams; None where that was not measured."""
+    for other in windows:
+        if (other.system, other.workload, other.streams) == (reference, window.workload, window.streams):
+            return window.tokens_per_second / other.tokens_per_second
+    return None
+
+
+def speed_table(windows: Sequence[Window]) -> str:
+    """What clients get."""
+    reference = large_only(windows)
+    rows = [
+        {
+            "system": window.system,
+            "N": str(window.streams),
+            "token/s": number(window.tokens_per_second),
+            f"x {reference or 'large'}": _maybe(ratio(window, windows, reference), 2),
+            "token/s per user": number(window.tokens_per_second / window.streams),
+            "first token, ms": _times(window.ttft_ms) + ("*" if window.extra.get("ttft_of") == "start" else ""),
+            "gap, ms": _times(window.gap_ms),
+            "whole answer, s": _times(window.request_ms, 1e-3),
+            "answers": str(window.requests),
+        }
+        for window in windows
+    ]
+    return _table(rows)
+
+
+def inside_table(windows: Sequence[Window]) -> str:
+    """What it takes."""
+    rows = []
+    for window in windows:
+        written = sum(window.tokens_per_model.values())
+        delays = [window.extra.get(name) for name in ("handoff_ms", "held_ms")]
+        handoff, held = (delay if isinstance(delay, float) else None for delay in delays)
+        shares = {name: 100 * rate / written for name, rate in window.tokens_per_model.items()}
+        rows.append(
+            {
+                "system": window.system,
+                "N": str(window.streams),
+                "% of tokens": _each(shares, 1),
+                "hand-offs per 100": _maybe(window.handoffs_per_100, 1),
+                "batch": _each(window.batch, 1),
+                "step, ms": _each(window.step_ms, 2),
+                "busy, %": _each({name: 100 * part for name, part in window.busy.items()}, 0),
+                "hand-off, ms": _maybe(handoff, 1),
+                "held, ms": _maybe(held, 1),
+                "of ideal": "-" if window.ideal is None else f"{window.tokens_per_second / window.ideal:.0%}",
+                "GPU-s per 1,000": number(window.gpu_seconds_per_1000),
+                "large steps per 1,000": _maybe(window.large_forwards_per_1000, 0),
+            }
+        )
+    return _table(rows)
+
+
+def number(value: float) -> str:
+    """With three digits or more."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _table(rows: Sequence[Mapping[str, str]]) -> str:
+    """The first column is text, all others are numbers."""
+    head = list(rows[0])
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *(list(row.values()) for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _maybe(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _each(values: Mapping[str, float], digits: int) -> str:
+    return ", ".join(f"{name} {value:.{digits}f}" for name, value in values.items()) or "-"
+
+
+def _times(times: Percentiles | None, factor: float = 1.0) -> str:
+    if times is None:
+        return "-"
+    mean, *others = (number(factor * value) for value in (times.mean, times.p50, times.p95, times.p99))
+    return f"{mean}; {', '.join(others)}"

@@ -1,0 +1,234 @@
+"""One measured window: a fixed number of requests is under way from before its beginning until after its end."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from bench.clients import Clients, Seen
+from bench.counters import Scrape, page
+from bench.dialect import learn
+from bench.endpoint import SILENCE, Address, Connection, EndpointError
+from bench.ideal import ideal
+from bench.target import Counters, ModelCounters, Target
+from bench.workloads import Workload
+
+_CALM = 0.2
+"""Seconds between a look at a target and the window: what it could not send while it looked must not come in the window."""
+_number = itertools.count(1)
+"""Of windows: each has prompts of its own, which no prefix cache has seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Of durations, in milliseconds."""
+
+    mean: float
+    p50: float
+    p95: float
+    p99: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Self | None:
+        """None of nothing."""
+        if not seconds:
+            return None
+        values = 1e3 * np.array(seconds)
+        return cls(float(values.mean()), *np.percentile(values, (50, 95, 99)).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What was measured, or follows from it."""
+
+    system: str
+    workload: str
+    streams: int
+    """Requests under way."""
+    seconds: float
+    tokens_per_second: float
+    """Output tokens of all streams, as clients got them."""
+    ttft_ms: Percentiles | None
+    """From a request to its first token; of the first tokens in the window (see `extra`)."""
+    gap_ms: Percentiles | None
+    """From one arrival of tokens to the next one of the same answer, however many tokens came."""
+    request_ms: Percentiles | None
+    """From a request to the end of its answer; of the answers that ended in the window."""
+    requests: int
+    """That ended in the window."""
+    tokens_per_model: dict[str, float]
+    """Per second; empty where the server does not say who wrote what."""
+    handoffs_per_100: float | None
+    """Tokens; both directions."""
+    batch: dict[str, float]
+    """Mean requests of a step, by model, as are the next two. Empty where the server says nothing of itself."""
+    step_ms: dict[str, float]
+    """Mean of a step, from launch to results."""
+    busy: dict[str, float]
+    """Part of the window that steps took."""
+    gpu_seconds_per_1000: float
+    """Tokens; idle time included."""
+    large_forwards_per_1000: float | None
+    """Steps of the large model per 1,000 tokens; None where there is none."""
+    ideal: float | None
+    """Tokens/s that no way of launching batches exceeds, for the step times and the routing of this window (`bench.ideal`)."""
+    extra: dict[str, float | str]
+    """`gpus`, `large` (name of that model) and, as far as known: `ttft_of` = `start` where no request began in the window, and the
+    times to the first token are those of all streams beginning at once; `held_ms`, for which a launch was held back in the mean;
+    `handoff_ms`, mean from sending a hand-off to its first step; `counted`, tokens/s by the models' own count; `short_answers`, how
+    many answers were shorter than asked for although they were to ignore their end."""
+
+
+async def measure(
+    target: Target,
+    workload: Workload,
+    streams: int,
+    *,
+    seconds: float,
+    settle: float,
+    progress: Callable[[float], None] = lambda _: None,
+    silence: float = SILENCE,
+) -> Window:
+    """Start `streams` clients, let them settle, and watch them for `seconds`.
+
+    Args:
+        target: the system.
+        workload: what clients ask; the seed of made-up prompts is changed for every window.
+        streams: how many clients there are.
+        seconds: of the window.
+        settle: seconds from every stream's first token to the window.
+        progress: told now and then which part of it is done, 0 to 1.
+        silence: seconds without a byte after which a request is given up.
+
+    Raises:
+        EndpointError: the target cannot be reached, refuses a request or fails; the message names it.
+    """
+    workload = workload.seeded(workload.seed + (next(_number) << 32))
+    progress(0.0)
+    dialect = await learn(target, workload, silence)
+    whole = settle + seconds
+    metrics = Connection(Address.of(target.url), silence)
+    try:
+        async with Clients(dialect, workload, streams, silence) as clients:
+            clients.log.open = True
+            await clients.begun()
+            started = Percentiles.of(clients.log.first)
+            await clients.during(max(settle - _CALM, 0), lambda passed: progress(passed / whole))
+            before = await _Look.at(target, metrics)
+            await clients.during(_CALM, lambda _: None)
+            begin = clients.begin()
+            await clients.during(seconds, lambda passed: progress((settle + passed) / whole))
+            seen = clients.end(begin)
+            after = await _Look.at(target, metrics)
+    finally:
+        metrics.close()
+    return _window(target, workload, streams, seen, _Spent.between(before, after), started)
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What a target says of itself at one moment."""
+
+    counted: Counters | None
+    page: tuple[float, str] | None
+    """Of metrics."""
+
+    @classmethod
+    async def at(cls, target: Target, metrics: Connection) -> Self:
+        """Ask it now."""
+        counted = await asyncio.to_thread(target.counters) if target.counters is not None else None
+        return cls(counted, await page(metrics))
+
+
+@dataclass(frozen=True, slots=True)
+class _Spent:
+    """What has happened between two looks."""
+
+    seconds: float
+    models: Mapping[str, ModelCounters]
+    """Of those that took steps; empty where the target says nothing of itself."""
+    delays: Mapping[str, float]
+    """For `Window.extra`."""
+    page: Scrape | None
+    """At the end."""
+
+    @classmethod
+    def between(cls, before: _Look, after: _Look) -> Self:
+        """The second minus the first."""
+        pages = [Scrape.of(*look.page) for look in (before, after) if look.page is not None]
+        counted = [look.counted for look in (before, after) if look.counted is not None]
+        counted = counted or [page.counters() for page in pages]
+        if len(counted) < 2:
+            return cls(0.0, {}, {}, None)
+        old, new = counted
+        models = {name: _minus(own, old.models[name]) for name, own in new.models.items() if name in old.models}
+        models = {name: own for name, own in models.items() if own.steps > 0}
+        return cls(new.now - old.now, models, _delays(pages), pages[-1] if pages else None)
+
+
+def _delays(pages: Sequence[Scrape]) -> dict[str, float]:
+    """Means between two pages of metrics."""
+    if len(pages) < 2:
+        return {}
+    metrics = {"held_ms": "batching_hold_seconds", "handoff_ms": "handoff_seconds"}
+    means = {name: _mean_ms(metric, *pages) for name, metric in metrics.items()}
+    return {name: mean for name, mean in means.items() if mean is not None}
+
+
+def _minus(new: ModelCounters, old: ModelCounters) -> ModelCounters:
+    return ModelCounters(
+        tokens=new.tokens - old.tokens,
+        steps=new.steps - old.steps,
+        step_requests=new.step_requests - old.step_requests,
+        busy_seconds=new.busy_seconds - old.busy_seconds,
+        handoffs=new.handoffs - old.handoffs,
+    )
+
+
+def _mean_ms(metric: str, before: Scrape, after: Scrape) -> float | None:
+    """Of what a histogram has seen between two pages."""
+    count = after.total(f"{metric}_count") - before.total(f"{metric}_count")
+    return 1e3 * (after.total(f"{metric}_sum") - before.total(f"{metric}_sum")) / count if count > 0 else None
+
+
+def _window(
+    target: Target, workload: Workload, streams: int, seen: Seen, spent: _Spent, started: Percentiles | None
+) -> Window:
+    rate = seen.tokens / seen.seconds
+    if rate <= 0:
+        raise EndpointError(target.url, f"not a single token in {seen.seconds:g} s; give it a longer window")
+    models, counted = spent.models, sum(own.tokens for own in spent.models.values())
+    written = {name: own.tokens / spent.seconds for name, own in models.items() if own.tokens}
+    handoffs = sum(own.handoffs for own in models.values()) if counted else seen.handoffs
+    large = models.get(target.large)
+    extra: dict[str, float | str] = {"gpus": target.gpus, **spent.delays}
+    extra |= {"large": target.large} if target.large else {}
+    extra |= {"counted": counted / spent.seconds} if counted else {}
+    extra |= {"short_answers": seen.short} if seen.short else {}
+    first = Percentiles.of(seen.first)
+    extra |= {} if first else {"ttft_of": "start"}
+    return Window(
+        system=target.name,
+        workload=workload.label,
+        streams=streams,
+        seconds=seen.seconds,
+        tokens_per_second=rate,
+        ttft_ms=first or started,
+        gap_ms=Percentiles.of(seen.gaps),
+        request_ms=Percentiles.of(seen.whole),
+        requests=len(seen.whole),
+        tokens_per_model=written or {name: count / seen.seconds for name, count in seen.models.items() if count > 0},
+        handoffs_per_100=100 * handoffs / (counted or seen.tokens) if handoffs is not None and seen.tokens else None,
+        batch={name: own.step_requests / own.steps for name, own in models.items()},
+        step_ms={name: 1e3 * own.busy_seconds / own.steps for name, own in models.items()},
+        busy={name: own.busy_seconds / spent.seconds for name, own in models.items()},
+        gpu_seconds_per_1000=1e3 * target.gpus / rate,
+        large_forwards_per_1000=1e3 * large.steps / counted if large and counted else None,
+        ideal=ideal(models, streams, spent.page),
+        extra=extra,
+    )

@@ -1,0 +1,66 @@
+"""Results of experiments as a run writes them, without a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.experiment_case import TROUTERD, Case, Record
+from bench.experiment_result import Result
+
+HARDWARE = "NVIDIA H200, CUDA 13.0"
+PAIR = "Qwen3-0.6B+Qwen3-32B"
+
+
+def window(case: Case, rate: float, **fields: Any) -> dict[str, Any]:
+    """One of so many tokens/s; a routed one's requests are half of the time in steps."""
+    half = case.streams / 4
+    times = {"mean": 2.0, "p50": 1.5, "p95": 3.0, "p99": 4.0}
+    names = ("small", "large") if case.subject not in ("small", "large") else (case.subject,)
+    return {
+        "system": case.system,
+        "workload": case.workload,
+        "streams": case.streams,
+        "seconds": 20.0,
+        "tokens_per_second": rate,
+        "ttft_ms": times,
+        "gap_ms": times,
+        "request_ms": None,
+        "requests": 0,
+        "tokens_per_model": {name: rate / len(names) for name in names},
+        "handoffs_per_100": 70.0,
+        "batch": dict.fromkeys(names, max(half, 1.0)),
+        "step_ms": {name: {"small": 1.0, "large": 15.0}[name] for name in names},
+        "busy": dict.fromkeys(names, 0.5),
+        "gpu_seconds_per_1000": 1e3 / rate,
+        "large_forwards_per_1000": 300.0,
+        "ideal": 1.25 * rate,
+        "extra": {"handoff_ms": 0.2},
+    } | fields
+
+
+def case(subject: str, streams: int, batching: str = "", system: str = TROUTERD, **fields: Any) -> Case:
+    return Case(
+        **{"system": system, "workload": "low", "subject": subject, "streams": streams, "batching": batching} | fields
+    )
+
+
+def record(one: Case, rate: float, **facts: Any) -> Record:
+    return Record(one, window(one, rate), facts)
+
+
+def result(experiment: str, records: list[Record], started: str = "2026-11-30T10:00:00Z", **head: Any) -> Result:
+    facts = {
+        "experiment": experiment,
+        "started": started,
+        "command": f"python -m bench.throughput --experiment {experiment}",
+        "hardware": HARDWARE,
+        "versions": {"torch": "2.11.0"},
+        "commit": "abc1234",
+        "pair": PAIR,
+        "placement": "shared",
+        "devices": ["cuda:0", "cuda:0"],
+        "seconds": 20.0,
+        "names": {"r2r-35": "R2R, p = 0.35"},
+        "heads": True,
+    }
+    return Result(facts | head, records, complete=True)

@@ -1,0 +1,214 @@
+"""One report out of the results of several runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from bench import experiments
+from bench.experiment_case import STD, Record
+from bench.experiment_group import Group
+from bench.experiment_markdown import cell, table
+from bench.experiment_report import TITLES, write_report
+from bench.experiment_result import Result
+from bench.experiment_targets import TARGETS, targets_table
+from bench.experiment_time import handoff_price, spent
+from bench.patterns import DRAWN
+from tests.bench.experiment_fakes import case, record, result
+
+R2R = "r2r-35"
+
+
+def compared(large: float = 50.0, factor: float = 1.0) -> list[Record]:
+    """Experiment a at one and at four streams."""
+    rates = {1: (large, 2.5, 1.0), 4: (4 * large, 2.0, 0.5)}
+    found = []
+    for streams, (alone, routed, std) in rates.items():
+        found += [
+            record(case("large", streams), alone),
+            record(case("small", streams), 20 * alone),
+            record(
+                case(R2R, streams, "planned"),
+                factor * routed * alone,
+                predicted=600.0,
+                thresholds={"small": 1, "large": streams},
+            ),
+            record(case(R2R, streams, system=STD), std * alone),
+        ]
+    return [*found, record(case(R2R, 4, "auto"), 1.5 * 4 * large)]
+
+
+def rows(text: str, *words: str) -> list[list[str]]:
+    """Cells of the table rows with all these words."""
+    found = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return [row for row in found if all(any(word in one for one in row) for word in words)]
+
+
+def saved(folder: Path, *results: Result) -> Path:
+    for number, one in enumerate(results):
+        one.save(folder / f"{number}.json")
+    return folder
+
+
+def test_two_runs_in_one_report(tmp_path: Path) -> None:
+    """The second has one window anew, and one that the first lacks, without a reference of its own."""
+    first = result("a", compared())
+    second = result(
+        "a",
+        [record(case(R2R, 4, "planned"), 440.0), record(case(R2R, 16, "planned"), 900.0)],
+        started="2026-11-30T11:00:00Z",
+    )
+    second.records.append(record(case("large", 16), 600.0))
+    second.dropped, second.failures = ["trouterd/low/r2r-35/auto/64"], [("trouterd/low/r2r-35/auto/16", "no answer")]
+    text = write_report(saved(tmp_path, first, second))
+    lines = text.splitlines()
+    assert lines[0] == DRAWN
+    assert text == (tmp_path / "report.md").read_text()
+    (ratios,) = rows(text, "R2R, p = 0.35", "planned B, x large only")
+    assert ratios[2:] == ["2.50", "2.20\\*", "1.50"]
+    (learned,) = rows(text, "learned B, x large only")
+    assert learned[2:] == ["2.50", "1.50", "-"]
+    (std,) = rows(text, "planned B, x Std. Serving")
+    assert std[2:] == ["2.50", "4.40\\*", "-"]
+    (detail,) = rows(text, "planned B (1, 1)")
+    assert detail[4:9] == ["1", "125", "2.50", "80%", "600"]
+    assert "Left out for lack of time (1): `trouterd/low/r2r-35/auto/64`" in text
+    assert "- `trouterd/low/r2r-35/auto/16`: no answer" in text
+    assert text.count("commit abc1234") == 2
+    with Image.open(tmp_path / "a-Qwen3-0.6B+Qwen3-32B-shared.png") as image:
+        image.verify()
+    # Files of other benches may lie beside.
+    (tmp_path / "step.json").write_text(json.dumps({"decode": []}))
+    assert write_report(tmp_path) == text
+
+
+def test_targets_say_met_and_missed() -> None:
+    group = Group([result("a", compared())])
+    text = targets_table([group])
+    one, four, *_ = rows(text, "R2R, p = 0.35 / large only")
+    assert one[1:6] == ["1", "2.3", "2.6", "2.5", "first met"]
+    assert four[1:6] == ["4", "1.9", "2.4", "2", "first met"]
+    assert rows(text, "CITER")[0][4:6] == ["-", "not measured"]
+    assert [row[5] for row in rows(text, "of the ideal bound")] == [
+        "first met",
+        "first met",
+        "not measured",
+        "not measured",
+    ]
+    better = targets_table([Group([result("a", compared(factor=1.2))])])
+    assert [row[5] for row in rows(better, "R2R, p = 0.35 / large only")[:2]] == ["aim met", "aim met"]
+    worse = targets_table([Group([result("a", compared(factor=0.7))])])
+    (missed, *_) = rows(worse, "R2R, p = 0.35 / large only")
+    assert missed[5] == "**missed**"
+    # A cause, from where the time of the window goes.
+    assert "ms per token" in missed[7]
+    assert len(rows(text, "")) - 1 == sum(len(target.streams) for target in TARGETS)
+
+
+def test_targets_are_for_one_pair_on_one_card() -> None:
+    for other in ({"pair": "x+y"}, {"placement": "separate"}, {"hardware": "2 cores of x86_64"}):
+        assert targets_table([Group([result("a", compared(), **other)])]) == ""
+
+
+def test_where_the_time_goes() -> None:
+    """The fake window has one request in a step of either model for half of the time."""
+    group = Group([result("a", compared())])
+    (one,) = group.select(subject=R2R, streams=4, batching="planned")
+    found = spent(group, one)
+    assert found is not None
+    assert found.total == pytest.approx(4e3 / 400)
+    assert found.small == found.large == pytest.approx(0.5 * 1e3 / 400)
+    # Steps are as long as alone, so that nothing but waiting is lost.
+    assert found.small_alone == pytest.approx(found.small)
+    assert found.waiting == pytest.approx(3e3 / 400)
+    assert found.cause.startswith("waiting for a launch and hand-offs: 7.5 of 10 ms")
+    # The small model alone has its 4 requests in no step for 3.5 of them, at 4,000 token/s.
+    assert handoff_price(group, one) == pytest.approx((1e3 * 3 / 400 - 1e3 * 3.5 / 4000) / 0.7)
+
+
+def others() -> list[Result]:
+    ablation = [
+        record(case(R2R, 4, "planned", system=name), rate) for name, rate in (("trouterd", 400), ("no graphs", 300))
+    ]
+    scaling = [
+        record(case(subject, n, way), rate)
+        for subject, way, rates in (("large", "", {1: 50, 16: 700}), (R2R, "planned", {1: 120, 16: 1440}))
+        for n, rate in rates.items()
+    ]
+    every = [record(case(f"every:{n}", 1, "eager"), 50.0 * n) for n in (1, 2, 4)]
+    wrong = [
+        record(case(R2R, 16, way), rate, thresholds={"small": 1, "large": 8})
+        for way, rate in (("planned", 400), ("planned x 0.5", 300), ("planned x 2", 350), ("eager", 200))
+    ]
+    places = [record(case(R2R, 16, "planned", system=name), 400) for name in ("trouterd", "large at 80 %", "no MPS")]
+    long = [record(case(R2R, 4, "planned", workload=name), rate) for name, rate in (("low", 400), ("3072/5120", 380))]
+    large = record(case("large", 1), 50.0)
+    return [
+        result("b", ablation),
+        result("c", scaling),
+        result("d", [large, *every]),
+        result("e", wrong),
+        result("f", places),
+        result("g", long),
+    ]
+
+
+def test_every_experiment_has_its_table_and_plot(tmp_path: Path) -> None:
+    points = [
+        {
+            "sweep": name,
+            "setting": "t = 1",
+            "accuracy": 0.9,
+            "large_share": share,
+            "tokens_per_second": 100.0,
+            "handoffs_per_100": 3.0,
+            "large_forwards": 5.0,
+        }
+        for name, share in (("entropy", 0.1), ("large only", 1.0))
+    ]
+    quality = Result(result("h", [], pair="demo", placement="cpu", hardware="2 cores").head, points=points)
+    text = write_report(saved(tmp_path, *others(), quality))
+    assert [line for line in text.splitlines() if line.startswith("## ")] == [
+        "## Targets, one H200",
+        *(
+            f"## {TITLES[name]}: {'demo, on the CPU' if name == 'h' else 'Qwen3-0.6B+Qwen3-32B, on one card'}"
+            for name in "bcdefgh"
+        ),
+    ]
+    assert rows(text, "no graphs", "planned B")[0][2] == "300 (0.75)"
+    (sixteen,) = (row for row in rows(text, "1,440") if row[0] == "16")
+    assert sixteen[0:3] == ["16", "700", "1,440"]
+    assert sixteen[6:9] == ["12", "75%", "88%"]
+    assert [row[4] for row in rows(text, "eager", "70")][:3] == ["1.00", "2.00", "4.00"]
+    assert rows(text, "R2R, p = 0.35", "x 0.5")[0][5] == "0.75"
+    assert rows(text, "no MPS")[0][:4] == ["no MPS", "R2R, p = 0.35", "planned B", "16"]
+    assert rows(text, "trouterd, R2R, p = 0.35, planned B")[0][2:] == ["400", "380", "95%"]
+    assert rows(text, "entropy", "90.0%")
+    assert len(list(tmp_path.glob("*.png"))) == 7
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert experiments.main(["--report", str(tmp_path)]) == 1
+    assert f"{tmp_path}: holds no result" in capsys.readouterr().err
+    saved(tmp_path, *others())
+    assert experiments.main(["--report", str(tmp_path)]) == 0
+    assert "## Ablation" in capsys.readouterr().out
+    (tmp_path / "bad.json").write_text('{"head": {"experiment": "a"}, "records": [{"case": {}}]}')
+    assert experiments.main(["--report", str(tmp_path)]) == 1
+    assert "bad.json: not a result of an experiment" in capsys.readouterr().err
+
+
+def test_cells() -> None:
+    assert [cell(value) for value in (None, 1234.5, 12.345, 0.001234, 7, "x")] == [
+        "-",
+        "1,234",
+        "12.3",
+        "0.00123",
+        "7",
+        "x",
+    ]
+    assert table(["a", "b"], []) == ""
+    assert table(["a", "b"], [(1, 2.0)]) == "| a | b |\n|---|---:|\n| 1 | 2 |\n"

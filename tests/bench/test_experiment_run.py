@@ -1,0 +1,215 @@
+"""What an experiment measures, in which order, and what it leaves out for lack of time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.experiment_case import AROUND, Case, CaseError, Measure, Record, Stage, cost, matching, within
+from bench.experiment_result import Result, new_file, read_results
+from bench.experiment_run import Runner
+from bench.experiment_steps import StepTimes
+from bench.progress import Progress
+from bench.target import Target
+from tests.bench.experiment_fakes import case, result, window
+
+SECONDS = 10.0
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Fake:
+    """A system under test, and the clock that measuring it moves."""
+
+    clock: Clock
+    started: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    broken: str = ""
+    printed: StringIO = field(default_factory=StringIO)
+
+    def record(self, one: Case, measure: Measure) -> Record:
+        if one.key == self.broken:
+            raise CaseError("no such route")
+        target = Target(one.system, "unix:/nowhere", one.subject, 1)
+        return Record(one, measure(target, one), {"predicted": 5.0, "thresholds": {"small": 1, "large": one.streams}})
+
+    def measure(self, target: Target, one: Case) -> dict[str, Any]:
+        assert target.model == one.subject
+        self.asked.append(one.key)
+        self.clock.now += cost(one, SECONDS)
+        return window(one, 100.0)
+
+    def stage(self, name: str, cases: list[Case], seconds: float = 30.0) -> Stage:
+        @contextmanager
+        def start(folder: Path) -> Iterator[Fake]:
+            assert folder.is_dir()
+            self.started.append(name)
+            self.clock.now += seconds
+            yield self
+
+        return Stage(name, seconds, start, tuple(cases))
+
+    def run(self, stages: list[Stage], path: Path, budget: float = 1e9, steps: StepTimes | None = None) -> Result:
+        made = result("a", [])
+        made.complete = False
+        Runner(
+            stages,
+            made,
+            path,
+            seconds=SECONDS,
+            budget=budget,
+            measure=self.measure,
+            steps=steps or StepTimes(),
+            progress=Progress(sum(len(stage.cases) for stage in stages), self.printed),
+            clock=self.clock,
+        ).run()
+        return made
+
+
+CASES = [
+    case("large", 1),
+    case("large", 4),
+    case("r2r-35", 1, "planned", importance=10),
+    case("r2r-35", 4, "planned", importance=10),
+    case("r2r-35", 4, "auto", importance=20, settle=20.0),
+]
+OTHER = [case("r2r-35", 4, system="std serving", importance=15)]
+
+
+@pytest.fixture
+def fake() -> Fake:
+    return Fake(Clock())
+
+
+def test_everything_in_order(fake: Fake, tmp_path: Path) -> None:
+    steps = StepTimes()
+    made = fake.run([fake.stage("trouterd", CASES), fake.stage("other", OTHER)], tmp_path / "a.json", steps=steps)
+    assert fake.started == ["trouterd", "other"]
+    assert fake.asked == [one.key for one in (*CASES, *OTHER)]
+    assert [record.case.key for record in made.records] == fake.asked
+    assert made.complete
+    printed = fake.printed.getvalue()
+    assert "[3/6] trouterd/low/r2r-35/planned/1: 100 token/s; gap p99 4.0 ms; B 1, 1; predicted 5" in printed
+    # Windows of a model alone are step times for the planner.
+    (large,) = steps.of("low", ["large"])
+    assert large.points == ((1.0, 0.015),)
+    with pytest.raises(CaseError, match="no step time of the model small"):
+        steps.of("low", ["large", "small"])
+    (again,) = read_results(tmp_path)
+    assert again == made
+
+
+def test_the_file_is_there_before_the_end(fake: Fake, tmp_path: Path) -> None:
+    path, seen = tmp_path / "a.json", []
+    measure = fake.measure
+
+    def cut_off(target: Target, one: Case) -> dict[str, Any]:
+        seen.append(len(json.loads(path.read_text())["records"]))
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return measure(target, one)
+
+    fake.measure = cut_off  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        fake.run([fake.stage("trouterd", CASES)], path)
+    assert seen == [0, 1, 2]
+    (kept,) = read_results(tmp_path)
+    assert [record.case for record in kept.records] == CASES[:2]
+    assert not kept.complete
+
+
+def test_a_budget_drops_the_least_important(fake: Fake, tmp_path: Path) -> None:
+    # Room for the first four: 30 s to start, 11 s each; the learning window and the other stage go.
+    made = fake.run([fake.stage("trouterd", CASES), fake.stage("other", OTHER)], tmp_path / "a.json", 30 + 4 * 11)
+    assert fake.started == ["trouterd"]
+    assert fake.asked == [one.key for one in CASES[:4]]
+    assert made.dropped == [CASES[4].key, OTHER[0].key]
+    assert not made.complete
+    assert f"{OTHER[0].key}: dropped, no time left" in fake.printed.getvalue()
+
+
+def test_a_slow_start_drops_more(fake: Fake, tmp_path: Path) -> None:
+    stage = fake.stage("trouterd", CASES[:4], seconds=30.0)
+    slow = Stage(stage.name, 10.0, stage.open, stage.cases)
+    made = fake.run([slow], tmp_path / "a.json", 10 + 4 * 11)
+    assert fake.asked == [CASES[0].key, CASES[1].key]
+    assert made.dropped == [CASES[3].key, CASES[2].key]
+
+
+def test_no_budget_at_all(fake: Fake, tmp_path: Path) -> None:
+    made = fake.run([fake.stage("trouterd", CASES)], tmp_path / "a.json", 0)
+    assert not fake.started
+    assert len(made.dropped) == len(CASES)
+
+
+def test_a_failed_window_does_not_end_the_others(fake: Fake, tmp_path: Path) -> None:
+    fake.broken = CASES[2].key
+    made = fake.run([fake.stage("trouterd", CASES)], tmp_path / "a.json")
+    assert made.failures == [(CASES[2].key, "no such route")]
+    assert len(made.records) == len(CASES) - 1
+    assert "trouterd/low/r2r-35/planned/1: failed: no such route" in fake.printed.getvalue()
+
+
+def test_a_stage_that_does_not_start(fake: Fake, tmp_path: Path) -> None:
+    @contextmanager
+    def start(folder: Path) -> Iterator[Fake]:
+        raise RuntimeError("not ready")
+        yield fake
+
+    made = fake.run([Stage("first", 1.0, start, tuple(OTHER)), fake.stage("trouterd", CASES)], tmp_path / "a.json")
+    assert made.failures == [(OTHER[0].key, "not ready")]
+    assert len(made.records) == len(CASES)
+
+
+def test_only() -> None:
+    assert matching(CASES, ()) == tuple(CASES)
+    assert matching(CASES, ["*/r2r-35/*", "*/large/*/4"]) == (CASES[1], *CASES[2:])
+    assert matching(CASES, ["*/auto/?"]) == (CASES[4],)
+    assert not matching(CASES, ["large"])
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 50), st.lists(st.tuples(st.integers(0, 3), st.floats(0, 20)), max_size=5)), max_size=4
+    ),
+    st.floats(0, 300),
+)
+def test_what_fits(shape: list[tuple[float, list[tuple[int, float]]]], budget: float) -> None:
+    stages = [
+        (start, [case(f"s{s}", c + 1, importance=rank, settle=settle) for c, (rank, settle) in enumerate(cases)])
+        for s, (start, cases) in enumerate(shape)
+    ]
+    kept, dropped = within(stages, SECONDS, budget)
+    everything = [one for _, cases in stages for one in cases]
+    assert kept | set(dropped) == {one.key for one in everything}
+    assert len(kept) + len(dropped) == len(everything)
+    left = [[one for one in cases if one.key in kept] for _, cases in stages]
+    total = sum(start for (start, _), cases in zip(stages, left, strict=True) if cases)
+    total += sum(one.settle + SECONDS + AROUND for cases in left for one in cases)
+    assert total <= budget + 1e-9
+    ranks = {one.key: one.importance for one in everything}
+    assert [ranks[key] for key in dropped] == sorted((ranks[key] for key in dropped), reverse=True)
+    assert max((ranks[key] for key in kept), default=0) <= min((ranks[key] for key in dropped), default=3)
+
+
+def test_names_of_files(tmp_path: Path) -> None:
+    first = new_file(tmp_path / "out", "a", "x+y", "shared")
+    assert first.name == "a-x+y-shared.json"
+    first.touch()
+    assert new_file(tmp_path / "out", "a", "x+y", "shared").name == "a-x+y-shared-2.json"

@@ -1,0 +1,170 @@
+"""Experiments on real daemons, in seconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import experiments
+from bench.experiment_result import read_results
+from bench.experiment_setup import Setup, head_inputs, short
+from bench.throughput import main
+from trouterd.demo import SMALL_DIRECTORY
+
+SCRIPTS = ["--small", "script:2", "--large", "script:8"]
+QUICK = ["--seconds", "0.5", "--settle", "0.2", "--learn", "0.5", "--workloads", "20/2000"]
+
+
+def windows(folder: Path) -> dict[str, dict[str, Any]]:
+    """By key, of all results."""
+    return {record.case.key: dict(record.window) for one in read_results(folder) for record in one.records}
+
+
+@pytest.mark.timeout(240)
+def test_algorithms_on_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--experiment", "a", *SCRIPTS, *QUICK, "--streams", "1,2", "--patterns", "r2r-35,r2r-10"]
+    only = "*/large/*,*/small/*,*/r2r-??/planned/2,std serving/*/r2r-35/*/2,step-synchronous/*"
+    assert main([*arguments, "--only", only, "--output", str(tmp_path)]) == 0
+    found = windows(tmp_path)
+    assert list(found) == [
+        *(f"trouterd/20/2000/{name}/-/{count}" for name in ("large", "small") for count in (1, 2)),
+        "trouterd/20/2000/r2r-35/planned/2",
+        "std serving/20/2000/r2r-35/-/2",
+        "trouterd/20/2000/r2r-10/planned/2",
+        "step-synchronous/20/2000/r2r-35/-/2",
+    ]
+    assert all(window["tokens_per_second"] > 0 for window in found.values())
+    (result,) = read_results(tmp_path)
+    assert result.complete
+    assert result.head["heads"] is False
+    assert result.head["command"] == " ".join(
+        ["python -m bench.throughput", *arguments, "--only", only, "--output", str(tmp_path)]
+    )
+    often, rarely = (found[f"trouterd/20/2000/r2r-{share}/planned/2"]["tokens_per_model"] for share in ("35", "10"))
+    assert often["large"] / often["small"] > 1.5 * rarely["large"] / rarely["small"] > 0
+    facts = {record.case.key: record.facts for record in result.records}
+    assert facts["trouterd/20/2000/r2r-35/planned/2"]["predicted"] > 0
+    capsys.readouterr()
+    assert main(["--report", str(tmp_path)]) == 0
+    assert "script-2+script-8, on the CPU" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(240)
+def test_heads_of_the_demo_pair(tmp_path: Path) -> None:
+    """CITER's head really runs in the worker, and its decisions are drawn: 13.5 % of the tokens are the large model's."""
+    models = ["--small", "builtin:small", "--large", "builtin:large"]
+    quick = ["--seconds", "2", "--settle", "0.2", "--workloads", "8/200", "--streams", "8", "--patterns", "citer"]
+    only = "*/large/*,*/small/*,*/citer/planned/*"
+    assert main(["--experiment", "c", *models, *quick, "--only", only, "--output", str(tmp_path)]) == 0
+    (result,) = read_results(tmp_path)
+    assert result.head["heads"] is True
+    assert result.head["names"] == {"citer": "CITER, p = 0.135"}
+    tokens = windows(tmp_path)["trouterd/8/200/citer/planned/8"]["tokens_per_model"]
+    count = 2 * sum(tokens.values())
+    share = tokens["large"] / sum(tokens.values())
+    assert abs(share - 0.135) < 4 * (0.135 * 0.865 / count) ** 0.5
+
+
+@pytest.mark.timeout(240)
+def test_wrong_thresholds_and_switching(tmp_path: Path) -> None:
+    arguments = [*SCRIPTS, *QUICK, "--patterns", "r2r-35", "--output", str(tmp_path)]
+    assert main(["--experiment", "e", *arguments, "--streams", "4", "--only", "*/small/*,*/large/*,*planned*/4"]) == 0
+    (result,) = read_results(tmp_path)
+    thresholds = {one.case.batching: one.facts["thresholds"]["large"] for one in result.records if one.case.batching}
+    assert thresholds["planned x 0.25"] == 1
+    assert thresholds["planned x 4"] == 4
+    # What two factors come to is measured once.
+    by_thresholds: dict[int, set[str]] = {}
+    for one in result.records:
+        if one.case.batching.startswith("planned x"):
+            by_thresholds.setdefault(one.facts["thresholds"]["large"], set()).add(json.dumps(one.window))
+    assert all(len(found) == 1 for found in by_thresholds.values())
+    assert main(["--experiment", "d", *arguments, "--streams", "1", "--only", "*/every:1/*,*/every:8/*"]) == 0
+    found = windows(tmp_path)
+    often, rarely = (found[f"trouterd/20/2000/every:{n}/eager/1"]["handoffs_per_100"] for n in (1, 8))
+    assert often == pytest.approx(200, rel=0.05)
+    assert rarely == pytest.approx(25, rel=0.2)
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    pair = ["--small", "Qwen3-0.6B", "--large", "Qwen3-32B", "--devices", "cuda:0"]
+    assert main(["--experiment", "a", *pair, "--list", "--budget", "600"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "trouterd: 45 s to start"
+    # R-Stitch's head is the fourth one: a second daemon, whose windows go before the first one's important ones.
+    assert "trouterd 2: 45 s to start" in printed
+    assert "  trouterd/low/large/-/1   importance 0, 25 s" in printed
+    dropped = [line for line in printed if line.endswith("dropped")]
+    assert any("/agent/" in line for line in dropped)
+    assert not any("trouterd/low/large" in line for line in dropped)
+    assert float(printed[-1].split()[0]) <= 600
+
+
+def test_every_experiment_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    pair = ["--small", "Qwen3-0.6B", "--large", "Qwen3-32B"]
+    seen = {}
+    for experiment in "abcdefg":
+        for devices in ("cpu", "cuda:0", "cuda:0,cuda:1"):
+            assert main(["--experiment", experiment, *pair, "--devices", devices, "--list"]) == 0
+            seen[experiment, devices] = capsys.readouterr().out
+    assert "no MPS/" in seen["b", "cuda:0"]
+    assert "no graphs/" in seen["b", "cuda:0,cuda:1"]
+    assert "no MPS/" not in seen["b", "cuda:0,cuda:1"]
+    assert "no graphs/" not in seen["b", "cpu"]
+    assert "large at 80 %/" in seen["f", "cuda:0"]
+    assert "large at 80 %/" not in seen["f", "cuda:0,cuda:1"]
+    three = [*pair, "--middle", "Qwen3-8B", "--devices", "cuda:0,cuda:1,cuda:2"]
+    assert main(["--experiment", "a", *three, "--list"]) == 0
+    listed = capsys.readouterr().out
+    assert "/middle/" in listed
+    assert "/me/planned/16" in listed
+    assert "r2r" not in listed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--experiment", "a", "--output", "x"], "--small and --large name the models"),
+        (["--experiment", "a", *SCRIPTS], "--output names the folder"),
+        (["--experiment", "a", *SCRIPTS, "--only", "large"], "--only large: no window has such a key"),
+        (
+            ["--experiment", "a", *SCRIPTS, "--patterns", "me"],
+            "--patterns: no pattern 'me' of 2 models; there are r2r-35",
+        ),
+        (["--experiment", "a", *SCRIPTS, "--devices", "cpu,cpu,cpu"], "--devices: 3 given for 2 models"),
+        (["--experiment", "a", *SCRIPTS, "--step", "x"], "--step: 1 files for the models small, large"),
+        (
+            ["--experiment", "a", *SCRIPTS, "--workloads", "mild"],
+            "--workloads: workload mild: neither low, high, agent",
+        ),
+        (["--experiment", "h"], "--output names the folder"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert experiments.main(arguments) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_setups() -> None:
+    def setup(*devices: str, tensor_parallel: tuple[int, ...] = (1, 1)) -> Setup:
+        return Setup(("Qwen3-0.6B", "Qwen3-32B"), devices, tensor_parallel)
+
+    assert setup("cpu", "cpu").placement == "cpu"
+    assert setup("cuda:0", "cuda:0").placement == "shared"
+    assert setup("cuda:0", "cuda:1").placement == "separate"
+    assert setup("cuda:0", "cuda:0", tensor_parallel=(1, 2)).placement == "shared"
+    assert setup("cuda:0", "cuda:0").contention == (1.8, 0.06)
+    assert setup("cuda:0", "cuda:1").contention == ()
+    assert [short(source) for source in ("builtin:small", "script:6", "/models/Qwen3-8B/")] == [
+        "small",
+        "script-6",
+        "Qwen3-8B",
+    ]
+    inputs = head_inputs("Qwen3-0.6B")
+    assert inputs is not None
+    assert (inputs.hidden, inputs.vocabulary) == (1024, 151_936)
+    assert head_inputs("builtin:small") == head_inputs(str(SMALL_DIRECTORY))
+    assert head_inputs("script:6") is None

@@ -1,0 +1,59 @@
+"""Where the models of a plan run: together on the same GPUs, or each on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from trouterd.batching.network import Network, NetworkError
+
+SHARED, SEPARATE = PLACEMENTS = ("shared", "separate")
+FASTER, SLOWER = 1.8, 0.06
+"""Contention of two models on one GPU under MPS, measured with the kernels of Qwen3-0.6B and 32B on one H200: a step of the faster
+model takes 2.8 times as long while the slower one runs, one of the slower 1.06 times."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One of them, and what it costs."""
+
+    name: str
+    """"" where the options say nothing of it."""
+    network: Network
+    """With its contention."""
+    gpus: int
+    """That are paid for."""
+    alone: int
+    """That the slowest model would need without the others."""
+
+
+def placed(network: Network, name: str, contention: Sequence[float], gpus: Sequence[int], slowest: int) -> Placement:
+    """A network where `name` says.
+
+    Args:
+        network: without contention.
+        name: one of PLACEMENTS, or "": shared if there is contention.
+        contention: one factor per model, of models that share GPUs; empty: FASTER and SLOWER where a placement is named, else none.
+        gpus: of each model, or one number for the whole deployment; empty: one per model.
+        slowest: the model that takes longest for a step.
+
+    Raises:
+        NetworkError: numbers that fit neither the models nor the placement.
+    """
+    count = network.size
+    if len(gpus) == 1 and name:
+        raise NetworkError("--gpus: with --placement it takes one number per model, whose sum or largest is paid for")
+    if len(gpus) not in (0, 1, count):
+        raise NetworkError(f"--gpus: {len(gpus)} numbers for {count} models")
+    if name == SHARED and not contention:
+        if count > 2:
+            raise NetworkError("--placement shared: for three or more models no factors are known; set --contention")
+        contention = tuple(SLOWER if model == slowest else FASTER for model in range(count))
+    together = name == SHARED or (not name and any(contention))
+    if len(gpus) == 1:
+        paid = alone = gpus[0]
+    else:
+        each = tuple(gpus) or (1,) * count
+        paid, alone = (max(each) if together else sum(each)), each[slowest]
+    own = tuple(contention) if together else ()
+    return Placement(name, replace(network, contention=own), paid, alone)
