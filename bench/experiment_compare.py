@@ -40,7 +40,7 @@ def scaling(scope: Scope) -> list[Stage]:
     counts = scope.counts(1, 2, 4, 8, 16, 32, 64, 128)
     workload, pattern = scope.workloads[0], scope.patterns[0]
     cases = [*scope.alone(workload, counts), *routed(scope, workload, pattern, counts, 10)]
-    return [scope.fleet([*cases, *std_serving(scope, workload, pattern, counts, 40)])]
+    return scope.fleets([*cases, *std_serving(scope, workload, pattern, counts, 40)])
 
 
 def lengths(scope: Scope) -> list[Stage]:
@@ -58,7 +58,7 @@ def lengths(scope: Scope) -> list[Stage]:
             if count > 1 or batching == PLANNED
         ]
         cases += std_serving(scope, workload, pattern, counts, 15)
-    return [scope.fleet(cases)]
+    return scope.fleets(cases)
 
 
 def routed(

@@ -116,7 +116,7 @@ class OpenedFleet:
     def _std_serving(self) -> dict[str, Target]:
         """A dispatcher decides without a model's logits, so that no head runs: that is to its advantage."""
         if not self._std:
-            routes = _routes(self._setup, self._patterns.values(), self._folder, heads=False)
+            routes = routes_of(self._setup, self._patterns.values(), self._folder, heads=False)
             self._std = self._stack.enter_context(std_serving_on(self._fleet, self._folder / "std", routes))
         return self._std
 
@@ -151,7 +151,7 @@ def _entry(thresholds: Sequence[int], streams: int) -> int:
     return thresholds[min(streams, len(thresholds)) - 1] if thresholds else 1
 
 
-def _routes(setup: Setup, patterns: Iterable[Pattern | Mixture], folder: Path, *, heads: bool) -> list[RouteSpec]:
+def routes_of(setup: Setup, patterns: Iterable[Pattern | Mixture], folder: Path, *, heads: bool) -> list[RouteSpec]:
     """One for all patterns that share it."""
     shared = {pattern.route: pattern for pattern in patterns}
     return [setup.route(pattern, folder, heads=heads) for pattern in shared.values()]
@@ -177,7 +177,7 @@ def opened_fleet(
         contention: the same; None: the setup's.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    routes = _routes(setup, patterns, folder, heads=True)
+    routes = routes_of(setup, patterns, folder, heads=True)
     full = replace(deployment, routes=(*deployment.routes, *routes))
     by_key = {pattern.key: pattern for pattern in patterns}
     factors = setup.contention if contention is None else contention

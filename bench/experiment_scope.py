@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.deployment import Deployment
-from bench.experiment_case import LARGE, SMALL, TROUTERD, Case, Opened, Stage
+from bench.experiment_case import LARGE, SMALL, STD, TROUTERD, Case, Opened, Stage
 from bench.experiment_fleet import AUTO, opened_fleet
+from bench.experiment_servers import opened_servers
 from bench.experiment_setup import CPU, Setup
 from bench.experiment_steps import StepTimes
 from bench.patterns import Mixture, Pattern
@@ -40,6 +41,8 @@ class Scope:
     steps: StepTimes = field(default_factory=StepTimes)
     vllm: Path | None = None
     """The peer's scripts."""
+    own_servers: bool = False
+    """Std. Serving on servers of its own, in place of the routed daemon's models."""
 
     @property
     def start(self) -> float:
@@ -93,11 +96,15 @@ class Scope:
         homes = {route: number // _MOST_ROUTES for number, route in enumerate(routes)}
         home = {pattern.key: homes[pattern.route] for pattern in self.patterns}
         stages = []
+        apart = [case for case in cases if case.system == STD and self.own_servers]
         for number in range(max(homes.values(), default=0) + 1):
-            own = [case for case in cases if home.get(case.subject, 0) == number]
+            own = [case for case in cases if home.get(case.subject, 0) == number and case not in apart]
             scope = replace(self, patterns=tuple(one for one in self.patterns if home[one.key] == number))
             stages.append(scope.fleet(own, name=f"{TROUTERD} {number + 1}" if number else TROUTERD))
-        return stages
+        return [*stages, Stage(STD, self.start, self._open_servers, tuple(apart))] if apart else stages
+
+    def _open_servers(self, folder: Path) -> AbstractContextManager[Opened]:
+        return opened_servers(self.setup, folder, self.patterns)
 
     def fleet(
         self,

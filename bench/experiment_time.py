@@ -115,4 +115,5 @@ def _idle(one: Measured) -> float | None:
     batch, busy = one.record.window.get("batch") or {}, one.record.window.get("busy") or {}
     if not batch or not one.rate:
         return None
-    return float(1e3 * (one.case.streams - sum(batch[name] * busy[name] for name in batch)) / one.rate)
+    in_steps = sum(float(batch[name]) * float(busy[name]) for name in batch)
+    return 1e3 * (one.case.streams - in_steps) / one.rate

@@ -101,6 +101,7 @@ def _measure(options: argparse.Namespace) -> int:
         "seconds": options.seconds,
         "names": {pattern.key: pattern.name for pattern in scope.patterns},
         "heads": setup.has_heads,
+        "std_servers": options.std_servers,
     }
     device = next((device for device in setup.devices if device != CPU), CPU)
     result = Result(_head(options, device) | facts)
@@ -175,6 +176,7 @@ def _scope(options: argparse.Namespace) -> Scope:
         learn=options.learn,
         steps=StepTimes.read(setup.names, options.step, options.step_context),
         vllm=options.vllm,
+        own_servers=options.std_servers,
     )
 
 
@@ -223,6 +225,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     windows.add_argument(
         "--step-context", type=int, default=1024, metavar="TOKENS", help="that is taken of them (1024)"
+    )
+    windows.add_argument(
+        "--std-servers",
+        action="store_true",
+        help="Std. Serving on a daemon for each model, in place of the routed daemon's (on a shared GPU with kv_tokens)",
     )
     windows.add_argument("--vllm", type=Path, metavar="FOLDER", help="experiment a: scripts of the peer")
     experiment_quality.add_arguments(parser)

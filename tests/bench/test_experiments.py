@@ -122,6 +122,8 @@ def test_every_experiment_can_be_listed(capsys: pytest.CaptureFixture[str]) -> N
     assert "/middle/" in listed
     assert "/me/planned/16" in listed
     assert "r2r" not in listed
+    assert main(["--experiment", "c", *pair, "--std-servers", "--list"]) == 0
+    assert "std serving: 5 s to start" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
