@@ -47,8 +47,9 @@ class Setup:
 
     @property
     def pair(self) -> str:
-        """For tables and file names: the models' sources in short."""
-        return "+".join(short(source) for source in self.sources)
+        """For tables and file names: the models' sources in short, with the number of their GPUs where it is not one."""
+        columns = zip(self.sources, self.tensor_parallel, strict=True)
+        return "+".join(short(source) + (f"-TP{gpus}" if gpus > 1 else "") for source, gpus in columns)
 
     @property
     def models(self) -> tuple[ModelSpec, ...]:
