@@ -17,7 +17,8 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from bench.delayed import markdown, measure, plots
+from bench.delayed import PATTERNS, Settings, measure
+from bench.delayed_report import markdown, plots
 from bench.frontier_fault import FrontierError
 from bench.frontier_plot import require_matplotlib
 from trouterd.batching.bound import ideal
@@ -58,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problem := _problem(options):
         parser.error(problem)
     if options.daemon:
-        measured = measure(options.requests or DAEMON_REQUESTS, options.seconds, options.step_ms)
+        given = options.requests or DAEMON_REQUESTS
+        wanted = (options.seconds, options.step_ms, options.repeats, options.patterns, options.others)
+        measured = measure(Settings(given, *wanted))
         lines = list(markdown(measured))
         if options.plots:
             lines += ["", *(f"![]({path.name})" for path in plots(measured, options.plots))]
@@ -79,6 +82,13 @@ def _parser() -> argparse.ArgumentParser:
         "--step-ms", type=_times_ms, default=(6.0, 28.0), metavar="SMALL,LARGE", help="of its models: 6,28"
     )
     parser.add_argument("--seconds", type=float, default=8.0, metavar="S", help="of each of its measurements (8)")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="windows of each kind (3)")
+    parser.add_argument(
+        "--patterns", type=_patterns, default=PATTERNS, metavar="LIST", help=f"of runs, or none: {','.join(PATTERNS)}"
+    )
+    parser.add_argument(
+        "--others", type=float, default=0.1, metavar="CPUS", help="that other programs may use meanwhile (0.1)"
+    )
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="of its report, as PNG files (needs matplotlib)")
     parser.add_argument("--steps", type=int, default=40_000, metavar="N", help="of a simulation, all requests together")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
@@ -93,6 +103,8 @@ def _problem(options: argparse.Namespace) -> str:
         return "--steps: a number from 1 on"
     if not (0 < options.seconds < math.inf and all(0 < ms < math.inf for ms in options.step_ms)):
         return "--seconds, --step-ms: times above 0"
+    if options.repeats < 1 or not options.others >= 0:
+        return "--repeats: a number from 1 on; --others: a number of 0 or more"
     if options.plots is None:
         return ""
     if not options.daemon:
@@ -107,6 +119,13 @@ def _problem(options: argparse.Namespace) -> str:
 def _times_ms(text: str) -> tuple[float, ...]:
     small, large = text.split(",")
     return float(small), float(large)
+
+
+def _patterns(text: str) -> tuple[str, ...]:
+    found = () if text == "none" else tuple(text.split(","))
+    if unknown := set(found) - set(PATTERNS):
+        raise argparse.ArgumentTypeError(f"unknown patterns {sorted(unknown)}")
+    return found
 
 
 def _numbers(text: str) -> tuple[int, ...]:

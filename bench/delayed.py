@@ -1,25 +1,30 @@
 """Delayed batching in the real daemon: scripted models whose steps take a given time, in processes of their own.
 
-    python -m bench.batching --daemon [--requests 4,8,16] [--seconds 8] [--step-ms 6,28] [--markdown FILE] [--plots FOLDER]
+    python -m bench.batching --daemon [--requests 4,8,16] [--seconds 8] [--step-ms 6,28] [--repeats 3] [--patterns every-3,bursty]
+        [--others 0.1] [--markdown FILE] [--plots FOLDER]
 
-Step times are scripted, everything else is real: HTTP, rings, schedulers, hand-offs. Throughput is what workers committed in a
-window during which a fixed number of streams is under way. Predictions take step times as measured in that window, from launch
-to results in the decode loop, so that they say how good the model is and not how precisely a process sleeps. What the daemon
-cannot do, all models stepping together, is simulated with the same times.
+Step times are scripted, everything else is real: HTTP, rings, schedulers, hand-offs. What the daemon adds to a step (sampling,
+routing, commits) is measured first and taken off the scripts' delays, so that steps last what was asked for. Throughput is what
+workers committed in a window during which a fixed number of streams is under way. Ways to launch are compared in turns, several
+times; a window in which other programs used the host is taken again. Predictions take step times and the time of a hand-off as the
+workers measured them in that window. What the daemon cannot do, all models stepping together, is simulated with the same times.
 """
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bench.deployment import SCRIPT, Deployment, Fleet, ModelSpec, RouteSpec, serving
 from bench.load import Stream
+from bench.neighbours import Neighbours
 from trouterd.batching.launch import clamp
 from trouterd.batching.network import Network, StepTime
 from trouterd.batching.policies import Synchronous
@@ -33,8 +38,11 @@ SHARE = 0.35
 SETTLE = 1.5
 """Seconds of load before the window."""
 LEARN = 30.0
-"""Seconds of load that the controller gets before its window."""
+"""Seconds of load that the controller gets before its windows."""
 PATTERNS = ("geometric", "every 3", "bursty", "unlike requests")
+CALIBRATIONS = 2
+_RETAKES = 5
+"""How often a window is taken again while others use the host."""
 _BURSTY = Path(__file__).with_name("bursty.py")
 _TOKENS = 60_000
 _SYNC_STEPS = 40_000
@@ -56,8 +64,14 @@ class Run:
     step_ms: tuple[float, ...]
     share: float
     """Hand-overs by steps of the small model."""
+    handoff_ms: float
+    """From the end of a step to a launch that waited for what it handed over."""
+    others: float
+    """CPUs that other programs kept busy."""
     batches: tuple[float, ...]
     """Mean requests of a step."""
+    over_eager: float = 1.0
+    """Measured tokens/s over those of the eager window of the same turn."""
 
 
 @dataclass
@@ -65,17 +79,44 @@ class Report:
     """Everything that was measured."""
 
     step_ms: tuple[float, ...]
+    """That steps were meant to take."""
+    delays_ms: tuple[float, ...]
+    """Of the scripts."""
+    calibration_others: float
+    """CPUs that other programs kept busy while those were found."""
     seconds: float
     runs: list[Run] = field(default_factory=list)
     synchronous: dict[int, float] = field(default_factory=dict)
     """Simulated tokens/s of models that step together, by requests."""
 
 
-def measure(requests: Sequence[int], seconds: float, step_ms: Sequence[float]) -> Report:
+@dataclass(frozen=True)
+class Settings:
+    """What is measured, and how."""
+
+    requests: tuple[int, ...] = (4, 8, 16)
+    seconds: float = 8.0
+    """Of a window."""
+    step_ms: tuple[float, ...] = (6.0, 28.0)
+    repeats: int = 3
+    patterns: tuple[str, ...] = PATTERNS
+    others: float = 0.1
+    """CPUs that other programs may keep busy in a window."""
+
+
+def measure(settings: Settings) -> Report:
     """Run everything."""
-    report = Report(tuple(step_ms), seconds)
-    with tempfile.TemporaryDirectory(prefix="bench-") as name, serving(deployment(step_ms), Path(name)) as fleet:
-        asyncio.run(_measure(fleet, report, requests))
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        folder = Path(name)
+        delays, others = settings.step_ms, 0.0
+        for _ in range(CALIBRATIONS):
+            with serving(deployment(delays), folder) as fleet:
+                run = asyncio.run(_Bench(fleet, settings).calibration())
+            found = zip(delays, settings.step_ms, run.step_ms, strict=True)
+            delays, others = tuple(max(delay + wanted - taken, 0.0) for delay, wanted, taken in found), run.others
+        report = Report(settings.step_ms, delays, others, settings.seconds)
+        with serving(deployment(delays), folder) as fleet:
+            asyncio.run(_Bench(fleet, settings).run(report))
     return report
 
 
@@ -91,33 +132,118 @@ def deployment(step_ms: Sequence[float]) -> Deployment:
     )
 
 
-async def _measure(fleet: Fleet, report: Report, requests: Sequence[int]) -> None:
-    for count in requests:
-        nominal = Network.pair([StepTime.affine(ms / 1e3) for ms in report.step_ms], SHARE)
-        best = search(Predictor(nominal, count), count).thresholds
-        tries = {
-            "eager": (1, 1),
-            "B* x 0.5": scaled(best, 0.5, count),
-            "B*": best,
-            "B* x 2": scaled(best, 2.0, count),
-        }
-        async with _load(fleet, "geometric", count):
-            for how, thresholds in tries.items():
-                fleet.pin(dict(zip(NAMES, thresholds, strict=True)), count)
-                report.runs.append(await _window(fleet, report.seconds, count, "geometric", how, SETTLE))
-        eager = nominal_of(next(run for run in report.runs if run.requests == count))
-        outcome = simulate(eager, Synchronous(), MarkovWorkload(eager.routing, count, 0), _SYNC_STEPS)
-        report.synchronous[count] = outcome.tokens_per_second
-    middle = requests[len(requests) // 2]
-    for pattern in PATTERNS:
-        async with _load(fleet, pattern, middle):
-            fleet.live("batching.mode", "eager")
-            report.runs.append(await _window(fleet, report.seconds, middle, pattern, "eager", SETTLE))
-            best = search(Predictor(nominal_of(report.runs[-1]), middle), middle).thresholds
-            fleet.pin(dict(zip(NAMES, best, strict=True)), middle)
-            report.runs.append(await _window(fleet, report.seconds, middle, pattern, "B*", SETTLE))
-            fleet.live("batching.mode", "auto")
-            report.runs.append(await _window(fleet, report.seconds, middle, pattern, "controller", LEARN))
+class _Bench:
+    """The measurements of one daemon."""
+
+    def __init__(self, fleet: Fleet, settings: Settings) -> None:
+        self._fleet, self._settings = fleet, settings
+        self._neighbours = Neighbours([process["pid"] for process in fleet.served.ctl("status")["processes"]])
+
+    @property
+    def _middle(self) -> int:
+        return self._settings.requests[len(self._settings.requests) // 2]
+
+    async def calibration(self) -> Run:
+        """One window of the middle number of requests that launch eagerly."""
+        async with _load(self._fleet, "geometric", self._middle):
+            _pin(self._fleet, (1, 1), self._middle)
+            run = await self._window(self._middle, "geometric", "eager", SETTLE)
+        return run
+
+    async def run(self, report: Report) -> None:
+        """Everything else."""
+        for count in self._settings.requests:
+            runs = await self._geometric(count)
+            report.runs += runs
+            times = np.median([run.step_ms for run in runs if run.how == "eager"], axis=0)
+            network = Network.pair([StepTime.affine(ms / 1e3) for ms in times.tolist()], SHARE)
+            outcome = simulate(network, Synchronous(), MarkovWorkload(network.routing, count, 0), _SYNC_STEPS)
+            report.synchronous[count] = outcome.tokens_per_second
+        for pattern in self._settings.patterns:
+            report.runs += await self._pattern(pattern, self._middle)
+
+    async def _geometric(self, count: int) -> list[Run]:
+        """The best thresholds for the step times that were asked for, wrong ones, and none."""
+        runs: list[Run] = []
+        async with _load(self._fleet, "geometric", count):
+            _pin(self._fleet, (1, 1), count)
+            first = await self._window(count, "geometric", "eager", SETTLE)
+            times = [StepTime.affine(ms / 1e3) for ms in self._settings.step_ms]
+            network = Network.pair(times, SHARE, handoff=first.handoff_ms / 1e3)
+            best = search(Predictor(network, count), count).thresholds
+            tries = {
+                "eager": (1, 1),
+                "B* x 0.5": scaled(best, 0.5, count),
+                "B*": best,
+                "B* x 2": scaled(best, 2.0, count),
+            }
+            for _ in range(self._settings.repeats):
+                turn: list[Run] = []
+                for how, thresholds in tries.items():
+                    _pin(self._fleet, thresholds, count)
+                    turn.append(await self._window(count, "geometric", how, SETTLE))
+                runs += [_over(run, turn[0]) for run in turn]
+        return runs
+
+    async def _pattern(self, pattern: str, count: int) -> list[Run]:
+        """Eager, the best thresholds of geometric runs, and the controller's."""
+        runs: list[Run] = []
+        async with _load(self._fleet, pattern, count):
+            for _ in range(self._settings.repeats):
+                self._fleet.live("batching.mode", "eager")
+                runs.append(await self._window(count, pattern, "eager", SETTLE))
+                best = search(Predictor(nominal_of(runs[0]), count), count).thresholds
+                _pin(self._fleet, best, count)
+                runs.append(_over(await self._window(count, pattern, "B*", SETTLE), runs[-1]))
+            self._fleet.live("batching.mode", "auto")
+            for repeat in range(self._settings.repeats):
+                run = await self._window(count, pattern, "controller", SETTLE if repeat else LEARN)
+                runs.append(_over(run, runs[2 * repeat]))
+        return runs
+
+    async def _window(self, count: int, pattern: str, how: str, settle: float) -> Run:
+        """A window; again while others use the host, and then the quietest one."""
+        runs: list[Run] = []
+        while not runs or (runs[-1].others > self._settings.others and len(runs) <= _RETAKES):
+            await asyncio.sleep(SETTLE if runs else settle)
+            runs.append(await self._look(count, pattern, how))
+        return min(runs, key=lambda run: run.others)
+
+    async def _look(self, count: int, pattern: str, how: str) -> Run:
+        self._neighbours.start()
+        before = (await asyncio.to_thread(self._fleet.call, "batching"))["models"]
+        await asyncio.sleep(self._settings.seconds)
+        after = (await asyncio.to_thread(self._fleet.call, "batching"))["models"]
+        others = self._neighbours.busy()
+
+        def grown(name: str, key: str) -> float:
+            return float(after[name][key] - before[name][key])
+
+        def mean(key: str) -> float:
+            """Of what both models counted."""
+            number = sum(grown(name, key) for name in NAMES)
+            return sum(grown(name, f"{key}_seconds") for name in NAMES) / number if number else 0.0
+
+        run = Run(
+            requests=count,
+            pattern=pattern,
+            how=how,
+            thresholds=tuple(after[name]["threshold"] for name in NAMES),
+            measured=sum(grown(name, "tokens") for name in NAMES) / grown(NAMES[0], "now"),
+            predicted=0.0,
+            step_ms=tuple(1e3 * grown(name, "busy_seconds") / grown(name, "steps") for name in NAMES),
+            share=grown("small", "handoffs") / grown("small", "step_requests"),
+            batches=tuple(grown(name, "step_requests") / grown(name, "steps") for name in NAMES),
+            handoff_ms=1e3 * max(mean("waited") - mean("handed"), 0.0),
+            others=others,
+        )
+        network = nominal_of(run)
+        predicted = Predictor(network, count).steps_per_second(count, clamp(run.thresholds, count))
+        return replace(run, predicted=predicted * network.tokens_per_step)
+
+
+def _over(run: Run, eager: Run) -> Run:
+    return replace(run, over_eager=run.measured / eager.measured)
 
 
 def scaled(thresholds: Sequence[int], factor: float, count: int) -> tuple[int, ...]:
@@ -127,34 +253,12 @@ def scaled(thresholds: Sequence[int], factor: float, count: int) -> tuple[int, .
 
 def nominal_of(run: Run) -> Network:
     """The throughput model's view of a window."""
-    return Network.pair([StepTime.affine(ms / 1e3) for ms in run.step_ms], min(run.share, 1.0))
+    times = [StepTime.affine(ms / 1e3) for ms in run.step_ms]
+    return Network.pair(times, min(run.share, 1.0), handoff=run.handoff_ms / 1e3)
 
 
-async def _window(fleet: Fleet, seconds: float, count: int, pattern: str, how: str, settle: float) -> Run:
-    await asyncio.sleep(settle)
-    before = (await asyncio.to_thread(fleet.call, "batching"))["models"]
-    await asyncio.sleep(seconds)
-    after = (await asyncio.to_thread(fleet.call, "batching"))["models"]
-
-    def grown(name: str, key: str) -> float:
-        return float(after[name][key] - before[name][key])
-
-    span = grown(NAMES[0], "now")
-    step_ms = tuple(1e3 * grown(name, "busy_seconds") / grown(name, "steps") for name in NAMES)
-    run = Run(
-        requests=count,
-        pattern=pattern,
-        how=how,
-        thresholds=tuple(after[name]["threshold"] for name in NAMES),
-        measured=sum(grown(name, "tokens") for name in NAMES) / span,
-        predicted=0.0,
-        step_ms=step_ms,
-        share=grown("small", "handoffs") / grown("small", "step_requests"),
-        batches=tuple(grown(name, "step_requests") / grown(name, "steps") for name in NAMES),
-    )
-    network = nominal_of(run)
-    predicted = Predictor(network, count).steps_per_second(count, clamp(run.thresholds, count))
-    return Run(**(asdict(run) | {"predicted": predicted * network.tokens_per_step}))
+def _pin(fleet: Fleet, thresholds: Sequence[int], count: int) -> None:
+    fleet.pin(dict(zip(NAMES, thresholds, strict=True)), count)
 
 
 @asynccontextmanager
@@ -194,81 +298,3 @@ def _body(pattern: str, number: int) -> dict[str, Any]:
         "seed": number,
         "stream": True,
     } | unlike
-
-
-# The report
-
-
-def markdown(report: Report) -> Iterable[str]:
-    """As text, by lines."""
-    yield f"Scripted steps of {' and '.join(f'{ms:g}' for ms in report.step_ms)} ms; windows of {report.seconds:g} s."
-    yield ""
-    counts = ("token/s", "predicted", "error", "x eager", "mean batches", "steps, ms", "hand-overs")
-    head = ("pattern", "requests", "how", "B", *counts)
-    yield f"| {' | '.join(head)} |"
-    yield "|---|---:|---|" + "---:|" * (len(head) - 3)
-    eager = 0.0
-    for run in report.runs:
-        eager = run.measured if run.how == "eager" else eager  # each series begins with it
-        cells = (
-            run.pattern,
-            run.requests,
-            run.how,
-            ", ".join(map(str, run.thresholds)),
-            f"{run.measured:.1f}",
-            f"{run.predicted:.1f}",
-            f"{run.predicted / run.measured - 1:+.1%}",
-            f"{run.measured / eager:.2f}",
-            ", ".join(f"{batch:.1f}" for batch in run.batches),
-            ", ".join(f"{ms:.2f}" for ms in run.step_ms),
-            f"{run.share:.3f}",
-        )
-        yield f"| {' | '.join(map(str, cells))} |"
-    yield ""
-    for count, rate in report.synchronous.items():
-        yield f"Models that step together, {count} requests: {rate:.1f} token/s, simulated with the step times of the eager run."
-
-
-def plots(report: Report, folder: Path) -> list[Path]:
-    """Loss curve and patterns as PNG files. Needs matplotlib: the extra `bench`."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    folder.mkdir(parents=True, exist_ok=True)
-    found = []
-    for name, title, rows in (
-        ("thresholds", "geometric runs", _curves(report)),
-        ("patterns", "other runs", _patterns(report)),
-    ):
-        figure, axes = pyplot.subplots(figsize=(7, 4.5))
-        for label, points in rows.items():
-            axes.plot(list(points), list(points.values()), marker="o", label=label)
-        axes.set_ylabel("token/s over eager")
-        axes.set_title(title)
-        axes.grid(visible=True, alpha=0.3)
-        axes.legend()
-        path = folder / f"delayed-{name}.png"
-        figure.savefig(path, dpi=150, bbox_inches="tight")
-        pyplot.close(figure)
-        found.append(path)
-    return found
-
-
-def _curves(report: Report) -> Mapping[str, Mapping[str, float]]:
-    tries = [run for run in report.runs if run.pattern == "geometric"]
-    return {
-        f"{count} requests": _over_eager([run for run in tries if run.requests == count and run.how != "controller"])
-        for count in report.synchronous
-    }
-
-
-def _patterns(report: Report) -> Mapping[str, Mapping[str, float]]:
-    last = {(run.pattern, run.how): run for run in report.runs if run.how in ("eager", "B*", "controller")}
-    return {pattern: _over_eager([run for (p, _), run in last.items() if p == pattern]) for pattern in PATTERNS}
-
-
-def _over_eager(runs: Sequence[Run]) -> dict[str, float]:
-    base = next((run.measured for run in runs if run.how == "eager"), 0.0)
-    return {run.how: run.measured / base for run in runs if base}

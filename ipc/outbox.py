@@ -12,6 +12,9 @@ from ipc.ring import PushResult, RingProducer
 _TOGETHER = 256
 """Most messages that one store publishes."""
 _kind = itemgetter(1)
+# Python 3.11 takes ten times as long for a member of an enumeration as for a global name.
+_FULL = PushResult.FULL
+_SPILL_RECORDS, _SPILL_BYTES = ProducerCounter.SPILL_RECORDS, ProducerCounter.SPILL_BYTES
 
 
 class Outbox:
@@ -28,6 +31,7 @@ class Outbox:
         self._gathering = False
         self._max_records = spill_records
         self._max_bytes = spill_bytes
+        self._max_message = producer.segment.spec.max_message
         # A producer before this one may have died with messages in its spill.
         self._show_depth()
 
@@ -36,24 +40,27 @@ class Outbox:
 
         Raises MessageTooLargeError, RingClosedError, RingPoisonedError.
         """
-        if (not self._gathering or self._full(payload)) and (not self._spill or self._push_spilled()):
-            if self.producer.try_push(payload, kind) is not PushResult.FULL:
-                return True
-        elif len(payload) > self.producer.segment.spec.max_message:
+        if len(payload) > self._max_message:
             # The push refuses what could never leave the spill, and says why.
             self.producer.try_push(payload, kind)
+        if self._gathering and not self._full(payload):
+            self._keep(payload, kind)
+            return True
+        may_push = not self._spill or self._push_spilled()
+        if may_push and self.producer.try_push(payload, kind) is not _FULL:
+            return True
         if self._full(payload):
             self.producer.count(ProducerCounter.REJECTED)
             return False
-        self._spill.append((payload, kind))
-        self._bytes += len(payload)
+        self._keep(payload, kind)
         self._show_depth()
         if len(self._spill) == 1 and not self._gathering:
             self.flush()
         return True
 
     def gather(self) -> None:
-        """From now on keep messages in the spill, until `release`: a sleeping consumer then finds them all when it wakes."""
+        """From now on keep messages in the spill, until `release`: a sleeping consumer then finds them all when it wakes. Gauges do
+        not show them meanwhile."""
         self._gathering = True
 
     def release(self) -> None:
@@ -61,6 +68,7 @@ class Outbox:
         self._gathering = False
         if self._spill:
             self.flush()
+            self._show_depth()
 
     def flush(self) -> int:
         """Moves what fits from the spill to the ring; if some stays, the space event will fire. Returns the number."""
@@ -84,6 +92,10 @@ class Outbox:
         enough = max(capacity // 4, 2 * (RECORD_HEADER + aligned(len(self._spill[0][0]))))
         return self.producer.free_bytes >= min(enough, capacity)
 
+    def _keep(self, payload: bytes, kind: int) -> None:
+        self._spill.append((payload, kind))
+        self._bytes += len(payload)
+
     def _full(self, payload: bytes) -> bool:
         return len(self._spill) >= self._max_records or self._bytes + len(payload) > self._max_bytes
 
@@ -106,5 +118,5 @@ class Outbox:
         return not self._spill
 
     def _show_depth(self) -> None:
-        self.producer.gauge(ProducerCounter.SPILL_RECORDS, len(self._spill))
-        self.producer.gauge(ProducerCounter.SPILL_BYTES, self._bytes)
+        self.producer.gauge(_SPILL_RECORDS, len(self._spill))
+        self.producer.gauge(_SPILL_BYTES, self._bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -64,6 +64,7 @@ class DeviceRunner:
         depth: most steps in flight that pay.
         buckets: token rows of captured steps, rising.
         extend_graphs: capture also steps with several rows of a slot.
+        steps: makes what runs the steps; None: what the decoder's device takes.
     """
 
     inline = False
@@ -78,6 +79,7 @@ class DeviceRunner:
         depth: int = 2,
         buckets: Sequence[int] = BUCKETS,
         extend_graphs: bool = True,
+        steps: Callable[[SlotTable], Steps] | None = None,
     ) -> None:
         self.depth = depth
         self.vocab_size = decoder.vocab_size
@@ -87,12 +89,14 @@ class DeviceRunner:
         self.page_size = decoder.page_size
         self.num_pages = decoder.num_pages
         self._slots = SlotTable(max_slots, max_pages, decoder.device)
-        self._steps = _steps(decoder, self._slots, tuple(buckets), extend_graphs)
+        self._steps = steps(self._slots) if steps else _steps(decoder, self._slots, tuple(buckets), extend_graphs)
         self._decided: tuple[bool, ...] = ()
         self._route = np.full(max_slots, NO_ROUTE, np.int64)
         """Per slot: its route if the device decides it."""
         self._next = np.zeros(max_slots, np.int64)
         """Per slot: the position of its own next token, if it stays till then."""
+        self._asked: tuple[StepRows | None, tuple[int, ...]] = None, ()
+        """The latest rows and their routes, until some slot's changes."""
         self._launched = 0
         self._polled = 0
 
@@ -129,6 +133,7 @@ class DeviceRunner:
             setup = replace(setup, route=NO_ROUTE)
         self._slots.setup(setup)
         self._route[setup.slot] = setup.route
+        self._asked = None, ()
 
     def set_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
         """Entries `first`... of the slot's page table row. Raises ValueError when they do not fit."""
@@ -167,9 +172,11 @@ class DeviceRunner:
 
     def _routes_of(self, rows: StepRows) -> tuple[int, ...]:
         """Routes of the logit rows that the device decides, rising."""
-        present = set(self._route[rows.slots[rows.logit_rows]].tolist())
-        present.discard(NO_ROUTE)
-        return tuple(sorted(present))
+        if self._asked[0] is not rows:
+            present = set(self._route[rows.slots[rows.logit_rows]].tolist())
+            present.discard(NO_ROUTE)
+            self._asked = rows, tuple(sorted(present))
+        return self._asked[1]
 
     def _expect_idle(self, call: str) -> None:
         if self.in_flight:
@@ -186,6 +193,8 @@ def _steps(decoder: RowDecoder, slots: SlotTable, buckets: tuple[int, ...], exte
 
 def _find_runs(slots: IntArray, positions: IntArray) -> Runs:
     """Runs of rows of one slot."""
-    edges = np.flatnonzero(np.diff(slots, prepend=-1, append=-1))
-    firsts = edges[:-1] if len(slots) else edges
-    return Runs(firsts=firsts, counts=np.diff(edges), starts=positions[firsts], slots=slots[firsts])
+    edge = np.ones(len(slots) + 1, np.bool_)
+    np.not_equal(slots[1:], slots[:-1], out=edge[1:-1])
+    edges = edge.nonzero()[0]
+    firsts = edges[:-1]
+    return Runs(firsts=firsts, counts=edges[1:] - firsts, starts=positions[firsts], slots=slots[firsts])

@@ -116,7 +116,8 @@ class KvCache:
         if length % self.page_size and keep <= len(held.chain):
             keep -= 1
             length = keep * self.page_size
-        self._release(slot, held, keep)
+        if keep < len(held.pages):
+            self._release(slot, held, keep)
         return length
 
     def commit(self, slot: int, token_ids: Sequence[int], fed: int) -> None:

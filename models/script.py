@@ -57,7 +57,7 @@ class ScriptRunner:
         vocab_size: V.
         eos: the id after a sequence's end, when it does not cycle.
         cycle: start a sequence over at its end.
-        delay_ms: time that each step blocks its thread, as a forward pass would.
+        delay_ms: time that each step takes at least, blocking its thread as a forward pass would.
         fail_at: output index at which a step raises RuntimeError.
     """
 
@@ -118,12 +118,15 @@ class ScriptRunner:
     def step(self, batch: Batch) -> StepOutput:
         """Logits of the script's steps `batch.output_index`; hidden states are zero."""
         self.steps += 1
-        if self.delay_ms:
-            time.sleep(self.delay_ms / 1e3)
+        end = time.monotonic() + self.delay_ms / 1e3
         index = batch.output_index
         if self.fail_at is not None and (index == self.fail_at).any():
             raise RuntimeError(f"script fails at step {self.fail_at} as it was told to")
-        return StepOutput(logits=self._logits(index), hidden=torch.zeros(len(index), self.hidden_size))
+        output = StepOutput(logits=self._logits(index), hidden=torch.zeros(len(index), self.hidden_size))
+        # To a moment rather than for a while: what the script itself costs is part of the delay.
+        if (left := end - time.monotonic()) > 0:
+            time.sleep(left)
+        return output
 
     def _logits(self, index: npt.NDArray[np.int64]) -> torch.Tensor:
         if self._function is not None:

@@ -244,7 +244,7 @@ class Model(Section, frozen=True):
         Meta(
             ge=0,
             le=60_000,
-            description="Longest time that a ready request waits for others, ms; 0 = twice the longest step of the models"
+            description="Longest time that a ready request waits for others, ms; 0 = four times the longest step of the models"
             " that it shares routes with, as measured.",
             extra=LIVE,
         ),

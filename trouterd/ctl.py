@@ -313,6 +313,8 @@ def _batching_lines(answer: Mapping[str, Any]) -> Iterable[str]:
         for name, row in group["routing"].items():
             moves = " ".join(f"{share:.3f}" for share in row)
             yield f"  {name}: step {group['step_ms'][name]:.2f} ms, goes on to {moves}, contention {group['contention'][name]:.2f}"
+        if group["routing"]:
+            yield f"  hand-off {group['handoff_ms']:.2f} ms; waiting has reached {group['trust']:.0%} of what was promised"
 
 
 _PRINTERS: dict[str, Callable[[Any], Iterable[str]]] = {

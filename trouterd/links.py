@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -130,11 +131,11 @@ class Links:
         segment = SharedSegment.from_fd(link.ring_fd)
         consumer = RingConsumer(segment, link.data_event_fd, link.space_event_fd)
         peer = link.peer
-        consumer.attach_policy(lambda kind, view: self._dispatch(peer, kind, view, stale))
+        consumer.attach_policy(partial(self._dispatch, peer, stale))
         reader = RingReader(
             loop,
             consumer,
-            lambda kind, view: self._dispatch(peer, kind, view, self._receive),
+            partial(self._dispatch, peer, self._receive),
             spin_us=settings.spin_us,
             on_poisoned=lambda error: self._break(str(error)),
         )
@@ -146,7 +147,7 @@ class Links:
         outbox = Outbox(producer, spill_records=settings.spill_records, spill_bytes=settings.spill_bytes)
         return _Outbound(segment, producer, outbox, RingWriter(loop, outbox))
 
-    def _dispatch(self, peer: str, kind: int, view: memoryview, receive: Receive) -> None:
+    def _dispatch(self, peer: str, receive: Receive, kind: int, view: memoryview) -> None:
         try:
             message = decode(kind, view)
         except msgspec.DecodeError as error:

@@ -14,6 +14,7 @@ HEADER_WORDS = 16
 """Rows, wanted logit rows, how many of those are decided, changes, epoch; the rest is unused."""
 _EPOCH = 4
 """Turn + 1 modulo 2**32, as int32: written last, so that a device that sees it may read the entry before its step is launched."""
+_HALF = 1 << 31
 MAX_CHANGES = 1024
 """Changes of slot records and page table that an entry holds."""
 
@@ -54,7 +55,7 @@ class Inbox:
         if changes.shape[1]:
             first = HEADER_WORDS + 6 * span
             words[first : first + changes.size] = changes.ravel()
-        words[_EPOCH] = np.uint32((turn + 1) % (1 << 32)).astype(np.int32)
+        words[_EPOCH] = (turn + 1 + _HALF) % (2 * _HALF) - _HALF
 
 
 def entry_of(rows: StepRows, runs: Runs, changes: Int32Array, decided: int) -> Int32Array:

@@ -30,5 +30,5 @@ class RecordRing:
         if header[0] != turn + 1:
             return None
         tokens, destinations, flags = self._lines[place, :, :count].copy()
-        seconds = float(header[2] - header[1]) * 1e-9
-        return StepRecord(number, (flags & 1) != 0, tokens, destinations, flags >= 2, seconds)
+        begin, end = header[1:].tolist()
+        return StepRecord(number, (flags & 1) != 0, tokens, destinations, flags >= 2, (end - begin) * 1e-9)

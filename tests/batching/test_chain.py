@@ -7,6 +7,9 @@ import pytest
 from tests.batching.loads import load, paper_pair
 from trouterd.batching.chain import ChainError, solve
 from trouterd.batching.network import Network, StepTime, keep_commit
+from trouterd.batching.policies import constant
+from trouterd.batching.simulator import simulate
+from trouterd.batching.workload import MarkovWorkload
 
 PAPER = {2: [99.0, 110.3], 3: [142.3, 158.1, 151.9], 4: [187.2, 195.4, 207.9, 190.7]}
 """Tokens/s by requests and thresholds of the large model (arXiv 2610.12242, appendix D)."""
@@ -75,7 +78,31 @@ def test_three_models() -> None:
     assert solve(network, 3, (1, 1, 1)).steps_per_second < 3 / (0.5 + 0.6 + 0.8)
 
 
+def test_hand_offs_that_take_time() -> None:
+    pair = Network.pair((StepTime.affine(2), StepTime.affine(7)), 0.25, handoff=0.5)
+    assert solve(pair, 1, (1, 1)).tokens_per_second == pytest.approx(4 / (4 * 2 + 7 + 2 * 0.5))
+    # Both requests always move together, whichever model is the slower one.
+    for times in ((1, 3), (3, 1)):
+        together = Network.pair((StepTime.affine(times[0]), StepTime.affine(times[1])), 1.0, handoff=0.25)
+        assert solve(together, 2, (1, 1)).steps_per_second == pytest.approx(4 / (4 + 2 * 0.25))
+
+
+@pytest.mark.parametrize("handoff", [0.3e-3, 1.5e-3])
+@pytest.mark.parametrize("moves", [(0.35, 1.0), (0.15, 0.15)])
+def test_hand_offs_in_the_simulator(moves: tuple[float, float], handoff: float) -> None:
+    pair = Network.pair((StepTime.affine(6.0e-3), StepTime.affine(27.9e-3)), *moves, handoff=handoff)
+    for thresholds in ((1, 1), (1, 3)):
+        outcome = simulate(pair, constant(thresholds), MarkovWorkload(pair.routing, 4, 1), 30_000)
+        assert solve(pair, 4, thresholds).steps_per_second == pytest.approx(outcome.steps_per_second, rel=0.03)
+
+
 def test_refusals() -> None:
+    times = tuple(map(StepTime.affine, (1.0, 2.0, 4.0)))
+    three = Network(times, ((0.5, 0.3, 0.2),) * 3, keep_commit(3), handoff=0.1)
+    with pytest.raises(ChainError, match="three or more models"):
+        solve(three, 2, (1, 1, 1))
+    with pytest.raises(ChainError, match="on its way"):
+        solve(Network.pair((StepTime.affine(6), StepTime.affine(28)), 0.35, handoff=15), 2, (1, 1))
     with pytest.raises(ValueError, match="not feasible"):
         solve(paper_pair(), 2, (2, 2))
     with pytest.raises(ValueError, match="not feasible"):

@@ -71,6 +71,15 @@ def test_shared_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(capsys, [*PAPER, "--contention", "1"]) == answer(capsys, [*PAPER, "--contention", "1,1"])
 
 
+def test_hand_offs_that_take_time(capsys: pytest.CaptureFixture[str]) -> None:
+    result, late = answer(capsys, [*PAPER, "--handoff-ms", "0"]), answer(capsys, [*PAPER, "--handoff-ms", "0.5"])
+    assert result == answer(capsys, PAPER)
+    assert late["best"]["method"] == "exact"
+    # They cost more where a model waits for them.
+    lost = {how: 1 - late[how]["tokens_per_second"] / result[how]["tokens_per_second"] for how in ("best", "eager")}
+    assert 0 < lost["eager"] < lost["best"] < 0.03
+
+
 def test_matrix_of_three_models(capsys: pytest.CaptureFixture[str]) -> None:
     kept = answer(capsys, [*THREE, "--commit", "keep"])
     assert kept["shares"] == pytest.approx([0.5, 0.3, 0.2])
@@ -209,6 +218,7 @@ def test_unusable_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], cont
         ([*PAPER[:-1], "2.5"], "--concurrency: expected a whole number"),
         ([*PAPER[:-1], "1000000"], "--concurrency: expected at most 16384, got '1000000'"),
         ([*PAPER, "--latency-ms", "6,-1"], "--latency-ms: expected milliseconds"),
+        ([*PAPER, "--handoff-ms", "-1"], "--handoff-ms: expected milliseconds of 0 or more"),
         ([*PAPER, "--placement", "here"], "--placement: expected shared, separate or both, got 'here'"),
         ([*PAPER, "--contention", "nan"], "--contention: expected numbers of 0 or more"),
     ],

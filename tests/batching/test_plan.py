@@ -74,6 +74,15 @@ def test_bound_of_one_request_is_met() -> None:
         assert solve(network, 1, (1,) * network.size).steps_per_second == pytest.approx(ideal(network, 1), rel=2e-3)
 
 
+def test_bound_with_hand_offs_that_take_time() -> None:
+    pair = Network.pair((StepTime.affine(6), StepTime.affine(28)), 0.35, handoff=1)
+    assert solve(pair, 1, (1, 1)).steps_per_second == pytest.approx(ideal(pair, 1), rel=2e-3)
+    # Where no request ever waits, each is on its way for 1 between two steps of which one hands over.
+    assert 8 / ideal(pair, 8) == pytest.approx(
+        8 / ideal(Network.pair(pair.step_times, 0.35), 8) + pair.handoffs_per_step(pair.shares)
+    )
+
+
 def test_bounds() -> None:
     fast, slow = StepTime.affine(1), StepTime.affine(8)
     # The large model alone, in full batches: two steps of 4 requests, one of which is its own.
@@ -154,6 +163,8 @@ def test_tokens_per_step() -> None:
         ({"commit": ((0.0, 0.0), (0.0, 0.0))}, "commit: no move"),
         ({"contention": (1.0,)}, "contention: 1 values for 2 models"),
         ({"contention": (1.0, -1.0)}, "contention: factors"),
+        ({"handoff": -1.0}, "handoff: -1.0 s"),
+        ({"handoff": float("nan")}, "handoff: nan s"),
         ({"names": ("a",)}, "names: 1 values"),
     ],
 )

@@ -61,6 +61,27 @@ def test_simulator_under_partial_contention(contention: tuple[float, float], thr
     assert Predictor(pair, 16).steps_per_second(16, thresholds) == pytest.approx(outcome.steps_per_second, rel=0.06)
 
 
+@pytest.mark.parametrize("handoff", [0.25e-3, 1e-3])
+@pytest.mark.parametrize("thresholds", [(1, 1), (1, 5), (3, 6)])
+@pytest.mark.parametrize("moves", [(0.35, 1.0), (0.347, 0.177)])
+def test_hand_offs_that_take_time(moves: tuple[float, float], thresholds: tuple[int, int], handoff: float) -> None:
+    pair = Network.pair((StepTime.affine(6e-3, 1e-4), StepTime.affine(28e-3, 1e-4)), *moves, handoff=handoff)
+    outcome = simulate(pair, constant(thresholds), MarkovWorkload(pair.routing, 8, 3), 30_000)
+    rate = Predictor(pair, 8).steps_per_second(8, thresholds)
+    assert rate == pytest.approx(outcome.steps_per_second, rel=0.045)
+    sooner = Network.pair(pair.step_times, *moves)
+    assert rate < Predictor(sooner, 8).steps_per_second(8, thresholds)
+
+
+def test_hand_offs_of_three_models() -> None:
+    times = (StepTime.affine(1, 0.01), StepTime.affine(3, 0.03), StepTime.affine(8, 0.05))
+    network = Network(times, ((0.5, 0.3, 0.2),) * 3, keep_commit(3), handoff=0.2)
+    outcome = simulate(network, constant((1, 1, 1)), MarkovWorkload(network.routing, 8, 3), 30_000)
+    assert Predictor(network, 8).steps_per_second(8, (1, 1, 1)) == pytest.approx(outcome.steps_per_second, rel=0.04)
+    alone = simulate(network, constant((1, 1, 1)), MarkovWorkload(network.routing, 1, 3), 30_000)
+    assert Predictor(network, 1).steps_per_second(1, (1, 1, 1)) == pytest.approx(alone.steps_per_second, rel=0.02)
+
+
 def test_many_requests_as_few() -> None:
     """200 requests, of which the reduction sees 48."""
     network = load("Co-LLM 20%", "A", 1.0)

@@ -179,3 +179,23 @@ def test_policies_see_waiting_requests_only() -> None:
     assert list(Synchronous().launches(instant)) == [1]
     assert constant((1, 3), linger=2.0).launches(instant) == [1]
     assert constant((1, 3), linger=2.5).wake(instant) == pytest.approx(3.5)
+
+
+def test_hand_offs_take_their_time() -> None:
+    network = Network.pair((StepTime.affine(1), StepTime.affine(3.5)), 0.3, handoff=0.25)
+    # Alone: every change of model adds one hand-off.
+    outcome = simulate(network, constant((1, 1)), ScriptWorkload([[0, 1, 0, 0, 1, 1, 0]]), 100)
+    assert outcome.seconds == pytest.approx(4 + 3 * 3.5 + 4 * 0.25)
+    # All step together: a round begins when everybody is there.
+    both = simulate(network, Synchronous(), ScriptWorkload([[0, 0, 0], [0, 1, 0]]), 100)
+    assert both.ends == pytest.approx((1 + 0.25 + 3.5 + 0.25 + 1,) * 2)
+
+
+def test_the_guard_waits_for_those_on_their_way() -> None:
+    network = Network.pair((StepTime.affine(1), StepTime.affine(3)), 0.3, handoff=0.5)
+    policy = Delayed([[1], [2]])
+    outcome = simulate(network, policy, ScriptWorkload([[0, 1], [0, 1]]), 100)
+    assert outcome.ends == pytest.approx((1 + 0.5 + 3,) * 2)
+    assert policy.reasons[Reason.GUARD] == 0
+    with pytest.raises(StalledError):
+        simulate(network, Delayed([[1], [2]], guard=False), ScriptWorkload([[0, 1], [0, 0, 0]]), 100)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import json
 import os
 import pty
 import socket
-import struct
 import subprocess
-import termios
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -177,6 +174,8 @@ def look(steps: int, tokens: int, now: float) -> dict[str, Any]:
         "routing": {"small": [0.65, 0.35]},
         "step_ms": {"small": 6.0},
         "contention": {"small": 0.0},
+        "handoff_ms": 0.25,
+        "trust": 0.97,
     }
     return {"models": {"small": model, "large": {"error": "large is down"}}, "controller": {"groups": [group]}}
 
@@ -192,6 +191,7 @@ def test_batching_show(fake: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> 
         ["small", ">", "large:", "settled"],
         ["token/s:", "measured", "150.0,", "predicted", "160.0,", "ideal", "200.0", "at", "4.0", "active", "requests"],
         ["small:", "step", "6.00", "ms,", "goes", "on", "to", "0.650", "0.350,", "contention", "0.00"],
+        ["hand-off", "0.25", "ms;", "waiting", "has", "reached", "97%", "of", "what", "was", "promised"],
     ]
 
 
@@ -274,8 +274,8 @@ def test_top_on_a_small_terminal(fake: FakeDaemon, tmp_path: Path, term: str) ->
     fake(Reply(id=1, result=look(1, 100, 1.0)), Reply(id=1, result=look(2, 100, 2.0)), None)
     arguments = [*module_command("trouterd.ctl", "--control", str(tmp_path / "d.ctl"), "top", "--interval", "0.05")]
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 3, 12, 0, 0))
-    process = subprocess.Popen(arguments, env=environment(TERM=term), stdout=theirs, stderr=subprocess.PIPE, text=True)
+    small = environment(TERM=term, COLUMNS="12", LINES="3")
+    process = subprocess.Popen(arguments, env=small, stdout=theirs, stderr=subprocess.PIPE, text=True)
     os.close(theirs)
     shown = b""
     with contextlib.suppress(OSError):  # how a terminal ends

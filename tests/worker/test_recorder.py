@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -356,20 +357,22 @@ async def test_decode_loops_are_recorded_without_ids(device: Device) -> None:
     runners = {"small": ScriptRunner(small, vocab_size=3_000_000), "large": ScriptRunner(large, vocab_size=3_000_000)}
     route = Route(["small", "large"], "every_n", {"shape": "visit", "n": 4})
     cluster = Cluster({name: device(runner) for name, runner in runners.items()}, {"r": route})
+    cluster.workers["large"].launching.configure([1, 1, 2], 0.005, relax=False)
     recorders = {name: record(worker) for name, worker in cluster.workers.items()}
     async with cluster.running():
-        await cluster.generate("r", [2_900_001, 2_900_002], max_tokens=24)
+        await asyncio.gather(*(cluster.generate("r", [2_900_001, 2_900_002], max_tokens=24) for _ in range(4)))
         await cluster.settled()
     summaries = {name: recorder.finish() for name, recorder in recorders.items()}
     sent = [message for message in cluster.trace if not message.partial and not message.finish]
     assert sum(summary.handoffs for summary in summaries.values()) == len(sent) > 0
     assert {name: s.steps for name, s in summaries.items()} == {n: w.stats.steps for n, w in cluster.workers.items()}
-    assert sum(summary.tokens for summary in summaries.values()) == 24
+    assert sum(summary.tokens for summary in summaries.values()) == 4 * 24
     for name, recorder in recorders.items():
         raw = recorder.take(1 << 20)
         events = EVENTS.decode(raw)
         assert {event.source for event in of(Handoff, events)} == {1 if name == "small" else 0}
         assert not any(step.reason == "unknown" for step in of(Step, events))
+        assert any(step.threshold == 2 and step.ready >= 2 for step in of(Step, events)) == (name == "large")
         numbers = [value for event in msgspec.msgpack.decode(raw) for value in event if isinstance(value, int)]
         assert max(numbers) < 1_000_000
 

@@ -105,8 +105,9 @@ class Batching:
         return {name: msgspec.convert(answer, Report) for name, answer in answers.items() if "error" not in answer}
 
     def _recompute(self) -> bool:
+        obeyed = self._control.config.batching.mode == "auto"
         with _yielding():
-            changed = [controller.recompute(time.monotonic()) for controller in self.controllers]
+            changed = [controller.recompute(time.monotonic(), obeyed=obeyed) for controller in self.controllers]
         return any(changed)
 
     async def _send(self) -> None:
@@ -157,6 +158,8 @@ def _facts(controller: Controller, now: float) -> dict[str, Any]:
         "step_ms": {name: time.of(1) * 1e3 for name, time in zip(network.names, network.step_times, strict=True)}
         if network
         else {},
+        "handoff_ms": network.handoff * 1e3 if network else 0.0,
+        "trust": controller.trust,
         "contention": dict(zip(network.names, network.contention, strict=True)) if network else {},
     }
 

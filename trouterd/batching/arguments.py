@@ -129,6 +129,13 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         " both give a table each",
     )
     plan.add_argument(
+        "--handoff-ms",
+        type=_milliseconds,
+        default=0.0,
+        metavar="MS",
+        help="from the end of a step until a request that it handed over is ready at the receiver (0)",
+    )
+    plan.add_argument(
         "--gpus",
         type=_list_of(_count),
         default=(),
@@ -181,6 +188,10 @@ def _placement(text: str) -> str:
 
 def _factor(text: str) -> float:
     return _number(text, 0, 1e6, "numbers of 0 or more")
+
+
+def _milliseconds(text: str) -> float:
+    return _number(text, 0, 1e9, "milliseconds of 0 or more")
 
 
 def _count(text: str) -> int:

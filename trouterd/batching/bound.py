@@ -30,13 +30,14 @@ def ideal(network: Network, concurrency: int, shares: Sequence[float] | None = N
     """Seconds that each model must run for one step of the whole, at best."""
     return min(
         float(1 / per_step.max()),
-        _without_waiting(parts, times, sizes),
+        _without_waiting(parts, times, sizes, network.handoff * network.handoffs_per_step(parts.tolist())),
         _shared(per_step, network.contention),
     )
 
 
-def _without_waiting(shares: Floats, times: Floats, sizes: Floats) -> float:
-    """Requests that are in a step are at most N, and a model's batches are at least as large as its flow in one step.
+def _without_waiting(shares: Floats, times: Floats, sizes: Floats, away: float) -> float:
+    """Requests that are in a step or, for `away` seconds per step, on their way are at most N; batches are as large as a model's
+    flow in one step at least.
 
     With steps of a + c b seconds and flow x, batches have x (a + c b) requests at least, in the mean: b >= x a / (1 - c x).
     """
@@ -44,7 +45,7 @@ def _without_waiting(shares: Floats, times: Floats, sizes: Floats) -> float:
     concurrency = float(sizes[-1])
 
     def needed(rate: float) -> float:
-        requests = 0.0
+        requests = rate * away
         for share, (base, slope) in zip(shares.tolist(), lines, strict=True):
             flow = share * rate
             if slope * flow >= 1:
@@ -52,7 +53,7 @@ def _without_waiting(shares: Floats, times: Floats, sizes: Floats) -> float:
             requests += flow * (base + slope * max(1.0, flow * base / (1 - slope * flow)))
         return requests
 
-    low, high = 0.0, concurrency / float(shares @ times.min(axis=1))
+    low, high = 0.0, concurrency / (float(shares @ times.min(axis=1)) + away)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if needed(middle) <= concurrency else (low, middle)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trouterd.batching.launch import feasible
-from trouterd.batching.network import Floats, Network
+from trouterd.batching.network import Floats, Matrix, Network
 
 MOST_STATES = 20_000
 _GRID_ERRORS = 1e-9, 1e-3
@@ -66,7 +66,9 @@ def solve(
     """Stationary throughput of `concurrency` requests under constant thresholds.
 
     Exact where all step times are multiples of the quantum and all contention factors are equal. With unlike factors the work
-    that is left of a running batch is rounded to the quantum at every event.
+    that is left of a running batch is rounded to the quantum at every event. Hand-offs of two models that take time are a third
+    place between the slower one and the other, where a batch stays for twice that time, rounded to the quantum: a clock of the
+    other model that is late by one hand-off sees it like that.
 
     Args:
         network: the deployment.
@@ -76,7 +78,8 @@ def solve(
         most: states at which to give up.
 
     Raises:
-        ChainError: more than `most` states, or no convergence.
+        ChainError: more than `most` states, no convergence, or hand-offs that take time between three or more models or longer than
+            half a step of the slower one.
         ValueError: thresholds that can deadlock.
     """
     if len(thresholds) != network.size or not feasible(thresholds, concurrency):
@@ -92,24 +95,40 @@ class _Space:
     """All states that can be reached from the start, each right after the launches of its moment."""
 
     def __init__(self, network: Network, concurrency: int, thresholds: Sequence[int], quantum: float | None) -> None:
-        self._network, self._thresholds = network, thresholds
+        self._network, self._thresholds = network, tuple(thresholds)
         sizes = np.arange(1, concurrency + 1, dtype=np.float64)
         times = np.array([step_time.seconds(sizes) for step_time in network.step_times])
         alike = len(set(network.contention)) == 1
         self._quantum = quantum or _quantum(times, _GRIDS if alike else _FINE_GRIDS)
         self._work = np.maximum(1, np.rint(times / self._quantum)).astype(int).tolist()
-        self._moves = [
-            {size: list(_multinomial(size, row)) for size in range(1, concurrency + 1)} for row in network.routing
-        ]
         self._tokens = [float(np.dot(*pair)) for pair in zip(network.routing, network.commit, strict=True)]
-        start = [0] * network.size
+        routing = network.routing
+        if network.handoff:
+            routing = self._add_way(network)
+        self._moves = [{size: list(_multinomial(size, row)) for size in range(1, concurrency + 1)} for row in routing]
+        start = [0] * len(routing)
         start[0] = concurrency
-        none = (0,) * network.size
+        none = (0,) * len(routing)
         self._states = [self._launch(tuple(start), none, none)]
         self._numbers = {self._states[0]: 0}
         self._edges: list[tuple[int, int, float]] = []
         self._seconds: list[float] = []
         self._rewards: list[tuple[int, float]] = []
+
+    def _add_way(self, network: Network) -> Matrix:
+        """A place in which every batch that leaves the slower model is on its way; returns the routing with it."""
+        if network.size > 2:
+            raise ChainError("hand-offs between three or more models take time")
+        slow = int(self._work[1][0] >= self._work[0][0])
+        way = max(1, round(2 * network.handoff / self._quantum))
+        if way > min(self._work[slow]):
+            raise ChainError("a batch is on its way for longer than the step that brings the next one")
+        self._work.append([way] * len(self._work[slow]))
+        self._thresholds = (*self._thresholds, 1)
+        there, back = network.routing[1 - slow], network.routing[slow]
+        rows = [(*there, 0.0), (*there, 0.0), tuple(float(place == 1 - slow) for place in range(3))]
+        rows[slow] = (*(share if model == slow else 0.0 for model, share in enumerate(back)), back[1 - slow])
+        return tuple(rows)
 
     def explore(self, most: int) -> None:
         """Breadth first."""
@@ -121,14 +140,13 @@ class _Space:
     def _expand(self, number: int, state: State) -> None:
         waiting, running, work = state
         busy = [model for model, batch in enumerate(running) if batch]
-        slow = {model: 1 + self._network.contention[model] * (len(busy) - 1) for model in busy}
+        slow = self._slowed(busy)
         hold = min(work[model] * slow[model] for model in busy)
         left = {model: work[model] - round(hold / slow[model]) for model in busy}
         ended = [model for model in busy if left[model] <= 0]
         self._seconds.append(hold * self._quantum)
-        self._rewards.append(
-            (sum(running[model] for model in ended), sum(running[model] * self._tokens[model] for model in ended))
-        )
+        steps = [(running[model], self._tokens[model]) for model in ended if model < self._network.size]
+        self._rewards.append((sum(count for count, _ in steps), sum(count * tokens for count, tokens in steps)))
         batches = tuple(0 if model in ended else batch for model, batch in enumerate(running))
         rest = tuple(max(0, left.get(model, 0)) for model in range(len(running)))
         for moves in product(*(self._moves[model][running[model]] for model in ended)):
@@ -139,6 +157,12 @@ class _Space:
             if target == len(self._states):
                 self._states.append(after)
             self._edges.append((number, target, chance))
+
+    def _slowed(self, busy: Sequence[int]) -> dict[int, float]:
+        """By which factor each of these is slowed; requests on their way are not and slow nobody."""
+        models = [model for model in busy if model < self._network.size]
+        factors = {model: 1 + self._network.contention[model] * (len(models) - 1) for model in models}
+        return dict.fromkeys(busy, 1.0) | factors
 
     def _launch(self, waiting: Counts, running: Counts, work: Counts) -> State:
         after = [list(waiting), list(running), list(work)]

@@ -83,7 +83,7 @@ def build_network(options: argparse.Namespace) -> Network:
         routing = options.matrix
     named = {"rewrite": rewrite_commit, "keep": keep_commit}
     commit = named[options.commit](count) if options.commit in named else options.commit
-    return Network(tuple(step_times), routing, commit, names=names)
+    return Network(tuple(step_times), routing, commit, names=names, handoff=options.handoff_ms / 1e3)
 
 
 def _each(numbers: tuple[float, ...], count: int) -> tuple[float, ...]:

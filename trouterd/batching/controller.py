@@ -20,32 +20,20 @@ from trouterd.batching.plan import plan
 from trouterd.batching.predictor import Predictor
 from trouterd.batching.replay import best, geometric, rates
 from trouterd.batching.report import Report
+from trouterd.batching.trials import HOLD, Lists, Trials
 
 GAIN = 0.02
 """What a plan must promise at the present number of requests before it replaces the one in force."""
-WAITING = 0.1
-"""The same where nothing waits so far. Eager launches hide behind a running step what lies between two steps of a model that waits;
-the throughput model leaves it out, and has promised so much too much (docs/batching.md)."""
-LOSS = 0.05
-"""Fall of the measured throughput for which a change is taken back."""
-HOLD = 10.0
-"""Seconds for which a change is left alone and watched."""
-SETTLE = 2.0
-"""Of those that do not count: the first ones."""
-FREEZE = 60.0
-"""Seconds without a change after one that was taken back; doubles each time."""
-LONGEST_FREEZE = 3600.0
+WAITING = 0.03
+"""The same where nothing waits so far."""
 REPLAY = 60.0
 """Seconds between two replays of runs that are not geometric."""
-LIKE = 0.2
-"""Numbers of requests that differ by no more than this share are compared."""
 FEWEST, MOST = 16, 256
 """Requests that lists go up to, at least and at most."""
-LINGER_STEPS = 2.0
+LINGER_STEPS = 4.0
+"""Of the slowest model: a request that has just missed a launch waits for that step, and until the others are back."""
 MOST_LINGER = 1.0
 """Seconds."""
-
-Lists = dict[str, list[int]]
 
 
 class Kept(msgspec.Struct):
@@ -53,6 +41,7 @@ class Kept(msgspec.Struct):
 
     learned: dict[str, Learned] = {}
     lists: Lists = {}
+    trust: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -62,17 +51,6 @@ class _Sample:
     now: float
     seconds: float
     tokens: int
-    active: float
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """A change that is being watched."""
-
-    since: float
-    before: Lists
-    rate: float
-    """Tokens/s before it; 0: unknown."""
     active: float
 
 
@@ -93,15 +71,18 @@ class Controller:
         self.network: Network | None = None
         self._samples: deque[_Sample] = deque(maxlen=64)
         self._last: tuple[float, dict[str, int]] | None = None
-        self._trial: _Trial | None = None
-        self._frozen_until = 0.0
-        self._freeze = FREEZE
+        self._trials = Trials(kept.trust if kept else 1.0)
         self._replayed = float("-inf")
         self._chosen: Lists = {}
         """Of the latest replay."""
         self._rates: dict[tuple[int, tuple[int, ...]], float] = {}
         """Simulated since then."""
         self._most = FEWEST
+
+    @property
+    def trust(self) -> float:
+        """What waiting has reached over what the throughput model promised of it."""
+        return self._trials.trust
 
     # Between steps of the event loop
 
@@ -131,27 +112,40 @@ class Controller:
 
     def keep(self) -> Kept:
         """What is worth keeping."""
-        return Kept(self.estimator.learned, self.lists)
+        return Kept(self.estimator.learned, self.lists, self.trust)
 
     # In a thread
 
-    def recompute(self, now: float) -> bool:
-        """Look at everything again; True when the lists or lingers have changed. Up to a second of one core."""
+    def recompute(self, now: float, *, obeyed: bool = True) -> bool:
+        """Look at everything again; True when the lists or lingers have changed. Up to a second of one core.
+
+        Args:
+            now: seconds.
+            obeyed: workers go by the lists, so that what is measured says something about them.
+        """
+        if not obeyed:
+            self._trials.forget()
         before = self.lists, self.lingers
         self.network = network = self.estimator.network()
         if network is None:
-            self.lists, self._trial = {}, None
+            self.lists = {}
+            self._trials.forget()
             self.predicted = self.ideal = 0.0
             self.state = f"learning: {self.estimator.lacks() or 'the counts make no sense yet'}"
         else:
-            self._choose(network, now)
+            self._choose(network, now, obeyed=obeyed)
         return before != (self.lists, self.lingers)
 
-    def _choose(self, network: Network, now: float) -> None:
-        rate, active = self.measured(now)
+    def _choose(self, network: Network, now: float, *, obeyed: bool) -> None:
+        before = self._trials.judge(now, self.measured)
+        if before is not None:
+            self.lists = before
+            self._chosen, self._replayed = {}, now
+        _, active = self.measured(now)
         count = max(round(active), 2)
-        if not self._undecided(now, rate, active):
-            self._improve(network, now, count, rate, active)
+        self.state = self._trials.pending(now)
+        if not self.state:
+            self._improve(network, now, count, obeyed=obeyed)
         thresholds = self._thresholds(self.lists, network, count)
         self.predicted = self._rate(network, count, thresholds) if active else 0.0
         self.ideal = ideal(network, count) * network.tokens_per_step if active else 0.0
@@ -161,38 +155,35 @@ class Controller:
         if abs(linger - known) > 0.1 * known:
             self.lingers = dict.fromkeys(self.group.models, linger)
 
-    def _undecided(self, now: float, rate: float, active: float) -> bool:
-        """Whether nothing may change now: a trial goes on, or one has just been taken back."""
-        trial = self._trial
-        if trial is not None:
-            if now - trial.since < HOLD:
-                self.state = "watching the latest change"
-                return True
-            self._trial = None
-            rate, active = self.measured(now, now - trial.since - SETTLE)
-            alike = abs(active - trial.active) <= LIKE * trial.active
-            if alike and rate < (1 - LOSS) * trial.rate:
-                self.lists = trial.before
-                self._chosen, self._replayed = {}, now
-                self._frozen_until = now + self._freeze
-                self._freeze = min(2 * self._freeze, LONGEST_FREEZE)
-            elif alike and trial.rate:
-                self._freeze = FREEZE
-        if now < self._frozen_until:
-            self.state = f"taken back: {self._frozen_until - now:.0f} s until the next change"
-            return True
-        return False
+    def _improve(self, network: Network, now: float, count: int, *, obeyed: bool) -> None:
+        planned = self._target(network, now, count)
 
-    def _improve(self, network: Network, now: float, count: int, rate: float, active: float) -> None:
-        target = self._target(network, now, count)
-        old = self._thresholds(self.lists, network, count)
-        new = self._thresholds(target, network, count)
+        def believed(lists: Lists) -> float:
+            """Tokens/s as predicted; of waiting, less what it has fallen short of its promises so far."""
+            thresholds = self._thresholds(lists, network, count)
+            return self._rate(network, count, thresholds) * (self.trust if max(thresholds) > 1 else 1.0)
+
         self.state = "settled"
-        gain = WAITING if max(old) == 1 else GAIN
-        if old != new and self._rate(network, count, new) > (1 + gain) * self._rate(network, count, old):
-            self._trial = _Trial(now, self.lists, rate, active)
-            self.lists = target
-            self.state = "watching the latest change"
+        waits = max(self._thresholds(self.lists, network, count)) > 1
+        target = max(planned, Lists(), key=believed)
+        if believed(target) > (1 + (GAIN if waits else WAITING)) * believed(self.lists):
+            self._change(network, now, count, target, obeyed=obeyed, trial=False)
+        elif obeyed and self._trials.due(now):
+            self._change(network, now, count, Lists() if waits else planned, obeyed=obeyed, trial=True)
+
+    def _change(self, network: Network, now: float, count: int, lists: Lists, *, obeyed: bool, trial: bool) -> None:
+        """Put lists into force, and watch what comes of it."""
+        old, new = (self._thresholds(found, network, count) for found in (self.lists, lists))
+        if old == new:
+            return
+        before, self.lists = self.lists, lists
+        if not obeyed:
+            return
+        waits = max(new) > 1
+        wait, eager = (new, old) if waits else (old, new)
+        promise = self._rate(network, count, wait) / self._rate(network, count, eager) if max(eager) == 1 else 0.0
+        self._trials.watch(now, before, self.measured(now), promise, waits=waits, trial=trial)
+        self.state = self._trials.pending(now)
 
     def _target(self, network: Network, now: float, count: int) -> Lists:
         found = plan(network, max(self._most, count), self.group.max_batch)

@@ -21,6 +21,8 @@ ENOUGH = 200
 """Requests' steps from which on a model's moves are known."""
 ENOUGH_STEPS = 30
 """Steps from which on a model's step time is known."""
+ENOUGH_HANDOFFS = 20
+"""Launches that waited for hand-offs from which on the time of a hand-off is known; 0 until then."""
 SAMPLES = 2000
 """Steps that a fit looks at."""
 _MISFIT = 0.15
@@ -42,6 +44,11 @@ class Learned(msgspec.Struct):
     points: list[tuple[float, float]] = []
     """(batch, seconds) without contention."""
     contention: float | None = None
+    waited: float = 0.0
+    waited_seconds: float = 0.0
+    handed: float = 0.0
+    handed_seconds: float = 0.0
+    """The last four as in `Report`."""
 
 
 class Estimator:
@@ -94,6 +101,7 @@ class Estimator:
                 commit=_commits(facts),
                 contention=tuple(learned.contention or 0.0 for learned in facts),
                 names=tuple(used),
+                handoff=_handoff(facts),
             )
         except NetworkError:
             return None  # nobody stays and nothing is committed: too odd to plan for
@@ -116,6 +124,9 @@ class Estimator:
         learned.moves = _decayed(learned.moves, moves, weight)
         runs = {run: n - before.runs.get(run, 0) for run, n in report.runs.items()}
         learned.runs = _decayed(learned.runs, runs, weight)
+        for field in ("waited", "waited_seconds", "handed", "handed_seconds"):
+            news = getattr(report, field) - getattr(before, field)
+            setattr(learned, field, getattr(learned, field) * weight + news)
 
     def _row(self, learned: Learned, used: Sequence[str], index: int) -> tuple[float, ...]:
         row = [learned.moves.get(name, 0.0) for name in used]
@@ -158,6 +169,16 @@ class Estimator:
             learned.points = list(zip(sizes.tolist(), medians.tolist(), strict=True))
         else:
             learned.points = [(1.0, base + slope), (2.0, base + 2 * slope)]
+
+
+def _handoff(facts: Sequence[Learned]) -> float:
+    """Seconds from the end of a step to the launch at a receiver that waits, less what the sender's step took after the sending."""
+    waited, handed = sum(learned.waited for learned in facts), sum(learned.handed for learned in facts)
+    if waited < ENOUGH_HANDOFFS:
+        return 0.0
+    arriving = sum(learned.waited_seconds for learned in facts) / waited
+    leaving = sum(learned.handed_seconds for learned in facts) / handed if handed else 0.0
+    return max(arriving - leaving, 0.0)
 
 
 def _decayed(before: Mapping[Key, float], news: Mapping[Key, int], weight: float) -> dict[Key, float]:

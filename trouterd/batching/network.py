@@ -81,6 +81,8 @@ class Network:
         contention: one factor per model: while r models run, a step of model i takes 1 + contention[i] * (r - 1) times as
             long. 0: a GPU of its own; 1 for all: time slices of one GPU.
         names: of the models, for printing.
+        handoff: seconds from the end of a step, when its model is ready for the next one, until a request that it handed over is
+            ready at the receiver.
 
     Raises:
         NetworkError: sizes that do not fit, rows that are no distribution, values out of range.
@@ -91,6 +93,7 @@ class Network:
     commit: Matrix
     contention: tuple[float, ...] = ()
     names: tuple[str, ...] = ()
+    handoff: float = 0.0
     shares: tuple[float, ...] = field(init=False, repr=False, compare=False)
     """Of each model in all steps, in the long run of a request that starts at the entry."""
 
@@ -106,6 +109,8 @@ class Network:
                 raise NetworkError(f"{name}: {len(values)} values for {count} models")
         if any(not (math.isfinite(factor) and factor >= 0) for factor in self.contention):
             raise NetworkError(f"contention: factors must be 0 or more, got {list(self.contention)}")
+        if not (math.isfinite(self.handoff) and self.handoff >= 0):
+            raise NetworkError(f"handoff: {self.handoff} s must be 0 or more")
         _check_matrix("routing", self.routing, count)
         _check_matrix("commit", self.commit, count)
         for row in self.routing:
@@ -125,6 +130,7 @@ class Network:
         *,
         contention: Sequence[float] = (),
         names: Sequence[str] = (),
+        handoff: float = 0.0,
     ) -> Network:
         """Two models of the rewrite family: a routed token of the entry is dropped, the peer keeps what it writes.
 
@@ -134,12 +140,13 @@ class Network:
             back: probability that a step of the peer hands it back; 1: the peer writes one token per visit.
             contention: one factor per model.
             names: of the models.
+            handoff: seconds of one.
         """
         for name, value in (("there", there), ("back", back)):
             if not 0 <= value <= 1:
                 raise NetworkError(f"{name}: {value} is not a probability")
         routing = ((1 - there, there), (back, 1 - back))
-        return cls(tuple(step_times), routing, rewrite_commit(2), tuple(contention), tuple(names))
+        return cls(tuple(step_times), routing, rewrite_commit(2), tuple(contention), tuple(names), handoff)
 
     @property
     def size(self) -> int:
@@ -152,6 +159,12 @@ class Network:
         moves = zip(self.shares, self.routing, self.commit, strict=True)
         return sum(share * float(np.dot(row, tokens)) for share, row, tokens in moves)
 
+    def handoffs_per_step(self, shares: Sequence[float]) -> float:
+        """Hand-offs per request's step where the models have these shares of all steps."""
+        return sum(
+            share * (1 - row[model]) for model, (share, row) in enumerate(zip(shares, self.routing, strict=True))
+        )
+
     def slowest(self, concurrency: int) -> int:
         """The model with the longest step over all requests; of equal ones the last."""
         times = [step_time.of(concurrency) for step_time in self.step_times]
@@ -160,7 +173,7 @@ class Network:
     def zoomed(self, factor: float) -> Network:
         """The same deployment with `factor` requests seen as one."""
         step_times = tuple(step_time.zoomed(factor) for step_time in self.step_times)
-        return Network(step_times, self.routing, self.commit, self.contention, self.names)
+        return Network(step_times, self.routing, self.commit, self.contention, self.names, self.handoff)
 
 
 def rewrite_commit(count: int) -> Matrix:

@@ -27,6 +27,7 @@ class Pair:
         fast_contention: as in `Network`.
         slow_contention: as in `Network`.
         slow_model: which model of the network it is.
+        handoff: seconds of one, as in `Network`.
     """
 
     fast: StepTime
@@ -37,6 +38,7 @@ class Pair:
     fast_contention: float
     slow_contention: float
     slow_model: int
+    handoff: float = 0.0
 
     def zoomed(self, factor: float) -> Pair:
         """The same deployment with `factor` requests seen as one."""
@@ -49,6 +51,7 @@ class Pair:
             self.fast_contention,
             self.slow_contention,
             self.slow_model,
+            self.handoff,
         )
 
 
@@ -83,7 +86,15 @@ def fold(network: Network, concurrency: int) -> Pair | int:
         fast_contention = group.mean_contention()
         contention *= float(running[-1])
     return Pair(
-        fast, network.step_times[slow], there, back, float(network.shares[slow]), fast_contention, contention, slow
+        fast,
+        network.step_times[slow],
+        there,
+        back,
+        float(network.shares[slow]),
+        fast_contention,
+        contention,
+        slow,
+        network.handoff,
     )
 
 
@@ -98,6 +109,9 @@ class _Group:
         self._step_times = [network.step_times[model] for model in models]
         self._contention = [network.contention[model] for model in models]
         self._shares, self._staying = shares, staying
+        among = np.array(network.routing)[np.ix_(models, models)]
+        self._away = network.handoff * float(shares @ (among.sum(axis=1) - np.diag(among)))
+        """Seconds that a request is on its way within the group, per step."""
 
     def mean_contention(self) -> float:
         """Weighted by the time that single requests spend in each model."""
@@ -111,7 +125,7 @@ class _Group:
         batch = [np.ones_like(sizes) for _ in self._step_times]
         busy = [np.full_like(sizes, float(share)) for share in self._shares]
         for _ in range(_ROUNDS):
-            held = np.zeros_like(sizes)
+            held = rate * self._away
             running = np.sum(busy, axis=0)
             for index, step_time in enumerate(self._step_times):
                 flow = self._shares[index] * rate

@@ -22,6 +22,8 @@ class Instant:
     running: tuple[bool, ...]
     active: int
     """Requests that have not ended."""
+    moving: bool = False
+    """Whether some of them are on their way from one model to another."""
 
 
 class Policy(Protocol):
@@ -74,6 +76,7 @@ class Delayed:
             not found
             and self._guard
             and not any(instant.running)
+            and not instant.moving
             and (model_left := stranded(instant.ready)) is not None
         ):
             self.reasons[Reason.GUARD] += 1
@@ -107,7 +110,7 @@ class Synchronous:
 
     def launches(self, instant: Instant) -> Sequence[int]:
         """All models with ready requests, or none."""
-        return [] if any(instant.running) else _waiting(instant)
+        return [] if any(instant.running) or instant.moving else _waiting(instant)
 
     def wake(self, instant: Instant) -> float:  # noqa: ARG002 - the protocol's
         """Never."""

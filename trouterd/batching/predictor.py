@@ -61,7 +61,8 @@ class Predictor:
         """Steps/s where no threshold can change them: one request alone, or one model for all of them; else None."""
         times = self.network.step_times
         if active == 1:
-            return 1 / sum(share * time.of(1) for share, time in zip(self.network.shares, times, strict=True))
+            steps = sum(share * time.of(1) for share, time in zip(self.network.shares, times, strict=True))
+            return 1 / (steps + self.network.handoff * self.network.handoffs_per_step(self.network.shares))
         return active / times[self.slow_model].of(active) if self.pair is None else None
 
     def split(self, thresholds: Sequence[int]) -> tuple[int, int]:

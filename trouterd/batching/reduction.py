@@ -3,6 +3,9 @@
 Its state is one number, the size of the slow model's batch, instead of everything that is under way at every model. What happens
 during a slow step is approximated: the fast model takes a mean number of steps in it, and requests that come back wait half a fast
 step for the one under way. Everything else (stayers, idle time until the threshold is met, contention) is summed exactly.
+
+Hand-offs may take time. By a clock of the fast model that is late by one of them, those to the slow model arrive at once and those
+back take twice as long; no order of events changes by that. So only who comes back is on its way here.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ class Reduction:
         arrivals, busy = self._arrivals() if fast_threshold == 1 else self._step_by_step()
         self._waiting = self._with_stayers(arrivals)
         self._durations = self._slow * (1 + pair.slow_contention * busy)
+        self._away = self._coming_back()
         self._jumps, self._pauses = self._alone()
         self._visits = np.linalg.inv(np.eye(concurrency + 1) - self._jumps)
         """Entry (a, b): probability that b requests are ever seen waiting after a, if the slow model never launched."""
@@ -54,7 +58,8 @@ class Reduction:
         launch = self._waiting[first - 1 :, first:] + below @ self._jumps[:first, first:]
         # All requests begin at the fast model.
         law = _stationary(launch, self._visits[0, :first] @ self._jumps[:first, first:])
-        seconds = self._durations[first - 1 :] + below @ self._pauses[:first]
+        pauses = below @ self._pauses[:first] + (self._waiting * self._away)[first - 1 :, :first].sum(axis=1)
+        seconds = self._durations[first - 1 :] + pauses
         return float(law @ self._launches[first - 1 :] / (law @ seconds) / self._pair.slow_share)
 
     def _steps_within(self) -> Floats:
@@ -68,10 +73,18 @@ class Reduction:
         return steps
 
     def _effective_steps(self) -> Floats:
-        """The same without what is lost while those who come back wait for the fast step under way."""
+        """The same without what is lost while those who come back are on their way and wait for the fast step under way."""
         returned = np.minimum(1.0, self._launches * self._pair.back / np.maximum(self._left, 1))
         returned = np.where(self._left > 0, returned, 1.0)
-        return np.maximum(0.0, self._fast_steps - _MEAN_WAIT * returned)
+        away = 2 * self._pair.handoff * self._fast_steps / self._slow
+        return np.maximum(0.0, self._fast_steps - (_MEAN_WAIT + away) * returned)
+
+    def _coming_back(self) -> Floats:
+        """Mean seconds for which requests at the fast model are on their way there when a slow step has ended; columns: those that
+        wait at the slow one then."""
+        there = np.maximum(self._concurrency - np.arange(self._concurrency + 1), 1)
+        returned = np.minimum(1.0, self._launches[:, None] * self._pair.back / there)
+        return 2 * self._pair.handoff * returned
 
     def _arrivals(self) -> tuple[Floats, Floats]:
         """Law of the requests that reach the slow model during its step, and the share of that step for which the fast one runs.

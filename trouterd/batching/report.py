@@ -11,6 +11,7 @@ class Step(msgspec.Struct, array_like=True, frozen=True, gc=False):
     begin: float
     """Seconds of CLOCK_MONOTONIC, which all processes of a host share."""
     seconds: float
+    """Until the model could take the next one."""
     requests: int
 
 
@@ -33,6 +34,14 @@ class Report(msgspec.Struct, frozen=True):
     """Hand-offs by the steps that the request took here before."""
     steps: list[Step]
     """The latest ones, in order."""
+    waited: int = 0
+    """Steps for which the model, idle, had waited for hand-offs."""
+    waited_seconds: float = 0.0
+    """From the sending of the last of those to the launch, sum over these steps."""
+    handed: int = 0
+    """Steps that handed requests over and had none queued behind them."""
+    handed_seconds: float = 0.0
+    """From the sending of the last hand-off to the end of the step, sum over these steps."""
 
 
 class Lists(msgspec.Struct, frozen=True):

@@ -6,6 +6,7 @@ followed step by step.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,6 +90,8 @@ class _Run:
         self._idle_since = [0.0] * count
         self._running: list[list[int]] = [[] for _ in range(count)]
         self._ended: list[tuple[int, list[int]]] = []
+        self._moving: deque[tuple[float, int, int]] = deque()
+        """When, where and which request will be ready after a hand-off; in this order."""
         self._work = [0.0] * count
         self._tie = [0.0] * count
         self._wake = float("inf")
@@ -114,7 +117,7 @@ class _Run:
             self._start(model)
         if not any(self._running):
             self._wake = self._policy.wake(instant)
-            if self._wake == float("inf"):
+            if self._wake == float("inf") and not self._moving:
                 raise StalledError(f"at {self._now:g} s: {instant.ready} requests are ready and nothing is launched")
         else:
             self._wake = self._policy.wake(self._instant())
@@ -126,6 +129,7 @@ class _Run:
             oldest=tuple(self._since[ready[0]] if ready else float("inf") for ready in self._ready),
             running=tuple(map(bool, self._running)),
             active=self.left,
+            moving=bool(self._moving),
         )
 
     def _start(self, model: int) -> None:
@@ -138,13 +142,14 @@ class _Run:
         self._longest_hold = max(self._longest_hold, held)
 
     def advance(self) -> None:
-        """To the next end of a step, or to when the policy wants to be asked."""
+        """To the next end of a step or hand-off, or to when the policy wants to be asked."""
         others = sum(map(bool, self._running)) - 1
         slow = [1 + factor * others for factor in self._network.contention]
         running = [model for model, batch in enumerate(self._running) if batch]
         until = min((self._work[model] * slow[model] for model in running), default=float("inf"))
         before = self._now
-        self._now = max(before, min(before + until, self._wake))
+        arrival = self._moving[0][0] if self._moving else float("inf")
+        self._now = max(before, min(before + until, self._wake, arrival))
         seconds = self._now - before
         for model in running:
             self._busy[model] += seconds
@@ -158,6 +163,9 @@ class _Run:
             for model, batch in self._ended:
                 self._finish(model, batch)
             self._ended = []
+        while self._moving and self._moving[0][0] <= self._now:
+            _, target, request = self._moving.popleft()
+            self._ready[target].append(request)
 
     def _finish(self, model: int, batch: Sequence[int]) -> None:
         self.steps[model] += len(batch)
@@ -173,7 +181,10 @@ class _Run:
                 self.left -= 1
             else:
                 self._since[request] = self._now
-                self._ready[target].append(request)
+                if target == model or not self._network.handoff:
+                    self._ready[target].append(request)
+                else:
+                    self._moving.append((self._now + self._network.handoff, target, request))
 
     def outcome(self) -> Outcome:
         """So far."""

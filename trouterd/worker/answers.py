@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from algorithms.base import Handoff, OutputView
+from algorithms.base import OutputView
 from trouterd.worker.request import Request
 from trouterd.worker.route import WorkerRoute
 
@@ -44,19 +44,28 @@ def param_rows(members: Sequence[Request], device: torch.device) -> dict[str, to
     }
 
 
-def suffix_for(request: Request, model: int) -> Handoff | None:
-    """What the algorithm wants to send; None when it fails."""
+def suffix_for(request: Request, model: int) -> tuple[int, int, bytes] | None:
+    """What the algorithm wants to send: the fields of a `Handoff`. None when it fails."""
+    seen = request.known[model]
+    if seen < 0:
+        seen = 0
+    if request.route.sends_all:
+        return seen, request.output_length, b""
     try:
         handoff = request.route.algorithm.send(_view(request), model)
         # Conversions, so that a wrong type is a fault of the algorithm here and not of the worker later.
-        return Handoff(int(handoff.start), int(handoff.loc), bytes(handoff.payload))
+        start, loc, payload = int(handoff.start), int(handoff.loc), bytes(handoff.payload)
     except (Exception, SystemExit):  # code of users: its faults keep the request here
         log.exception("route '%s': send() failed; the request stays", request.route.name)
         return None
+    # Neither before the output nor behind a gap, whatever the algorithm says.
+    return max(min(start, seen), 0), loc, payload
 
 
 def accepted(request: Request, ids: list[int], payload: bytes) -> int:
     """How many of the ids that came the algorithm takes; none when it fails."""
+    if request.route.accepts_all:
+        return len(ids)
     try:
         return max(0, min(int(request.route.algorithm.receive(_view(request), ids, payload)), len(ids)))
     except (Exception, SystemExit):  # code of users: its faults cost tokens of this request only

@@ -81,6 +81,10 @@ class Batching:
             "handoffs": stats.handoffs.total(),
             "steps": stats.steps,
             "busy_seconds": worker.observer.busy_seconds,
+            "waited": worker.observer.waited,
+            "waited_seconds": worker.observer.waited_seconds,
+            "handed": worker.observer.handed,
+            "handed_seconds": worker.observer.handed_seconds,
             "step_requests": stats.batch_requests.sum,
         }
 

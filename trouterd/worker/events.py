@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ipc.messages import MODEL_UNKNOWN, Abort, Active, Finish, Message, Nack, NackReason, PeerReq, Submit, Warm
 from trouterd.worker.outbound import API
 from trouterd.worker.outcomes import Outcomes
-from trouterd.worker.request import Request, State
+from trouterd.worker.request import PENDING, Request
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Events:
         self.stream.add(request)
         if request.over:
             self.outcomes.end(request, request.finish, request.trim)
-        elif request.state is State.PENDING and not self.outbound.available(request.route.workers[request.holder]):
+        elif request.state is PENDING and not self.outbound.available(request.route.workers[request.holder]):
             # Lost before this word of its new holder came.
             self.handoffs.reclaim(request)
             self._resume_alone(request)
@@ -168,6 +168,6 @@ class Events:
         if event.state == "down":
             request.known[model] = MODEL_UNKNOWN
         # With three models the holder is hearsay: a hop from or to the lost one may be under way, or lost with it.
-        if request.state is State.PENDING and (request.holder == model or len(request.route.workers) > 2):
+        if request.state is PENDING and (request.holder == model or len(request.route.workers) > 2):
             self.handoffs.reclaim(request)
             self._resume_alone(request)

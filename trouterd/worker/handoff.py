@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from ipc.messages import MODEL_UNKNOWN, Abort, Nack, NackReason, PeerReq, Warm, pack_ids, unpack_ids
 from trouterd.worker.answers import accepted, combined, suffix_for
 from trouterd.worker.outbound import Outbound
-from trouterd.worker.request import GENERATION, NO_TOKEN, Request, State
+from trouterd.worker.request import GENERATION, NO_TOKEN, PENDING, Request
 from trouterd.worker.scheduler import Scheduler
 from trouterd.worker.stats import Stats
 
@@ -63,23 +63,22 @@ class Handoffs:
             model: route index of the receiver.
             held: the dropped sample of the rewrite family, NO_TOKEN in the keep family.
         """
-        route = request.route
+        route, side = request.route, request.route.side
         target = route.workers[model]
         if not self.outbound.available(target):
             return False
-        if route.side != 0 and model != 0 and not self.stream(request, holder=target):
+        if side != 0 and model != 0 and not self.stream(request, holder=target):
             return False
-        handoff = suffix_for(request, model)
-        if handoff is None:
+        suffix = suffix_for(request, model)
+        if suffix is None:
             return None
-        unknown = request.known[model] < 0
-        # Neither before the output nor behind a gap, whatever the algorithm says.
-        start = max(min(handoff.start, request.known[model]), 0)
+        start, loc, payload = suffix
         length = request.output_length
         scores = () if request.redo else tuple(request.scores)
         stop = length + len(scores)
         now = time.monotonic_ns()
-        known = tuple(length if m in (route.side, model) else k for m, k in enumerate(request.known))
+        known = request.known.copy()
+        known[side] = known[model] = length
         message = PeerReq(
             rid=request.rid,
             source=self.index,
@@ -88,13 +87,13 @@ class Handoffs:
             handoff_seq=request.handoff_seq + 1,
             start=start,
             token_ids=_suffix(request, start, stop),
-            loc=length if scores else handoff.loc,
-            known=known,
+            loc=length if scores else loc,
+            known=tuple(known),
             writers=bytes(request.writers[start:stop]),
             stall=request.stall + 1,
             handoffs=request.handoffs + 1,
-            submit=request.submit if unknown else None,
-            payload=handoff.payload,
+            submit=request.submit if request.known[model] < 0 else None,
+            payload=payload,
             scores=scores,
             forwards=tuple(request.forwards),
             sent_ns=now,
@@ -104,7 +103,7 @@ class Handoffs:
         request.handoff_seq += 1
         request.handoffs += 1
         request.stall += 1
-        request.known = list(known)
+        request.known = known
         request.held = held
         request.holder = model
         request.pending_since_ns = now
@@ -155,8 +154,9 @@ class Handoffs:
     def _to_entry(
         self, request: Request, start: int, *, partial: bool, destination: int, finish: str = "", trim: int = 0
     ) -> PeerReq:
+        length = request.output_length
         known = list(request.known)
-        known[request.route.side] = request.output_length
+        known[request.route.side] = length
         return PeerReq(
             rid=request.rid,
             source=self.index,
@@ -164,10 +164,10 @@ class Handoffs:
             entry=request.entry,
             handoff_seq=request.handoff_seq,
             start=start,
-            token_ids=_suffix(request, start, request.output_length),
-            loc=request.output_length,
+            token_ids=_suffix(request, start, length),
+            loc=length,
             known=tuple(known),
-            writers=bytes(request.writers[start : request.output_length]),
+            writers=bytes(request.writers[start:length]),
             partial=partial,
             finish=finish,
             trim=trim,
@@ -186,7 +186,7 @@ class Handoffs:
         what the entry holds counts.
         """
         request = self.requests.get(message.rid)
-        if request is None or message.start > request.output_length:
+        if request is None or message.start > (length := request.output_length):
             self.stats.nacks_sent += 1
             self.outbound.post(message.source, Nack(message.rid, self.index, message.handoff_seq, NackReason.STALE))
             return None
@@ -197,7 +197,7 @@ class Handoffs:
         request.handoff_seq = message.handoff_seq
         # Out of the queues first: an unfinished older visit may still be in them.
         self.scheduler.pend(request)
-        if message.start < request.output_length or request.scores:
+        if message.start < length or request.scores:
             request.cut(message.start)
             self.scheduler.truncate(request)
         if accepted(request, ids, message.payload) < len(ids):
@@ -208,14 +208,15 @@ class Handoffs:
         request.writers += message.writers
         request.scores += message.scores
         request.forwards = _most(request.forwards, message.forwards)
+        length = request.output_length
         request.known = list(message.known)
-        request.known[request.route.side] = request.output_length
+        request.known[request.route.side] = length
         request.stall = message.stall
         request.handoffs = message.handoffs
         request.holder = request.route.side
         request.held = NO_TOKEN
         request.visit_source = message.source
-        request.visit_start = request.output_length
+        request.visit_start = length
         request.handoff_sent_ns = message.sent_ns
         self.scheduler.add(request)
         return request
@@ -230,6 +231,9 @@ class Handoffs:
             return
         if not _fresh(request, message):
             self.stats.stale_messages += 1
+            return
+        if not request.stash and message.start <= request.output_length:
+            self._apply(request, message)
             return
         request.stash.append(message)
         request.stash.sort(key=lambda m: (m.start, m.handoff_seq))
@@ -248,7 +252,7 @@ class Handoffs:
         self._take_in(request, ids[:count], message.writers[skip : skip + count], message.partial and whole)
         request.forwards = _most(request.forwards, message.forwards)
         length = request.output_length
-        request.known = [min(k, length) for k in message.known]
+        request.known = [k if k < length else length for k in message.known]
         request.known[0] = length
         request.handoffs = message.handoffs
         # Also for partial ones: word of an earlier holder that comes later is stale.
@@ -265,7 +269,7 @@ class Handoffs:
             request.holder = request.route.workers.index(message.destination)
         else:
             # The way back from a verifier that took or wrote something is no hand-off without progress: the next round is due.
-            request.stall = 0 if request.drafts and ids else message.stall
+            request.stall = 0 if request.route.drafts and ids else message.stall
             request.visit_source = message.source
             request.handoff_sent_ns = message.sent_ns
             if not self._combine(request, message):
@@ -274,6 +278,9 @@ class Handoffs:
 
     def _take_in(self, request: Request, ids: list[int], writers: bytes, going_on: bool) -> None:
         """Commit what came. Drafts that it repeats keep their KV; the others are over at the first difference, or at the end."""
+        if not request.scores:
+            request.extend(ids, writers)
+            return
         drafts = request.tokens[request.settled :]
         same = next(
             (n for n, (a, b) in enumerate(zip(ids, drafts, strict=False)) if a != b), min(len(ids), len(drafts))
@@ -287,8 +294,7 @@ class Handoffs:
         if request.scores and not (going_on and same == len(ids)):
             request.cut(request.output_length)
             self.scheduler.truncate(request)
-        for token, writer in zip(ids[same:], writers[same:], strict=True):
-            request.append(token, writer)
+        request.extend(ids[same:], writers[same:])
 
     def _combine(self, request: Request, message: PeerReq) -> bool:
         """Write the token that the algorithm makes of a payload, if it makes one; True when that ends the answer."""
@@ -303,7 +309,7 @@ class Handoffs:
     def nacked(self, message: Nack) -> Request | None:
         """Sender: a hand-off was not taken. Returns the request when it is here again and its held token should be committed."""
         request = self.requests.get(message.rid)
-        if request is None or request.state is not State.PENDING or message.handoff_seq != request.handoff_seq:
+        if request is None or request.state is not PENDING or message.handoff_seq != request.handoff_seq:
             self.stats.stale_messages += 1
             return None
         if message.reason is NackReason.STALE:
@@ -333,7 +339,7 @@ class Handoffs:
 
     def put_aside(self, request: Request, model: int) -> None:
         """Entry: the request waits until it can be handed to a model of its route."""
-        if request.state is not State.PENDING:
+        if request.state is not PENDING:
             request.pending_since_ns = time.monotonic_ns()
             self.scheduler.pend(request)
         request.holder = model
@@ -341,14 +347,14 @@ class Handoffs:
     def take_back(self, request: Request) -> int:
         """The request is here again without a peer's token: returns the held one (or NO_TOKEN) for the caller to commit."""
         held, request.held = request.held, NO_TOKEN
-        if request.state is State.PENDING:
+        if request.state is PENDING:
             self._back_here(request)
         return held
 
 
 def _fresh(request: Request, message: PeerReq) -> bool:
     """A message for the entry that still counts."""
-    if request.state is not State.PENDING or request.over:
+    if request.state is not PENDING or request.over:
         return False
     if message.partial:
         return message.handoff_seq >= request.handoff_seq
@@ -362,4 +368,4 @@ def _suffix(request: Request, start: int, stop: int) -> bytes:
 
 def _most(mine: Sequence[int], told: Sequence[int]) -> list[int]:
     """Counts per model: the later ones, which are the larger ones."""
-    return [max(a, b) for a, b in zip(mine, told, strict=True)] if told else list(mine)
+    return list(map(max, mine, told)) if told else list(mine)

@@ -73,7 +73,7 @@ class Launching:
     @property
     def ready(self) -> int:
         """Requests that were ready then."""
-        return self._ready
+        return len(self._ready)
 
     @property
     def holding(self) -> bool:

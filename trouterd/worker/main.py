@@ -75,9 +75,8 @@ class WorkerProcess:
             self._receive,
             self._receive_stale,
         )
-        worker.outbound.connect(
-            lambda target, message: self.links.send(self._name_of(target), message), self.links.together
-        )
+        names = {API: API_NAME, **dict(enumerate(self.models))}
+        worker.outbound.connect(lambda target, message: self.links.send(names[target], message), self.links.together)
 
     def register(self) -> None:
         """Answer the control link's verbs and follow the other processes' states."""
@@ -108,9 +107,6 @@ class WorkerProcess:
         self.worker.stop()
         await decode
         await self.links.aclose()
-
-    def _name_of(self, target: int) -> str:
-        return API_NAME if target == API else self.models[target]
 
     def _index_of(self, name: str) -> int:
         return API if name == API_NAME else self.models.index(name)

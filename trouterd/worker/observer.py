@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from trouterd.batching.report import Report, Step
 from trouterd.worker.scheduler import Chunk
@@ -14,7 +15,12 @@ STEPS = 1024
 
 
 class Observer:
-    """Steps until somebody asks; everything else is in the stats."""
+    """Steps and hand-offs until somebody asks; everything else is in the stats.
+
+    A step with none queued behind it lasts until the decode loop can launch the next one, and one that was alone from the decision
+    to launch it: the model can do nothing else meanwhile. A hand-off then takes what lies between that end at its sender and the
+    launch at a receiver that had been waiting for it; each side reports how far its end is from the sending.
+    """
 
     def __init__(self, stats: Stats) -> None:
         self._stats = stats
@@ -22,21 +28,61 @@ class Observer:
         self.busy_seconds = 0.0
         """Of all steps, what they cost around the model included."""
         self._steps: deque[Step] = deque(maxlen=STEPS)
+        self._open: tuple[float, float, int] | None = None
+        """Begin of a step with none behind it, when its outcome was seen, and its requests, 0 if it fed a prompt."""
+        self._idle_since = float("inf")
+        """From then on the model had nothing to do, if it is not in a step now."""
+        self.waited, self.waited_seconds = 0, 0.0
+        self.handed, self.handed_seconds = 0, 0.0
+        """As in `Report`."""
 
-    def note(self, outcome: Outcome, begin: float, now: float) -> None:
+    def note(self, outcome: Outcome, begin: float, now: float, *, followed: bool) -> None:
         """A step has ended; to be called before it changes its requests.
 
         Args:
             outcome: what it decided.
-            begin: when the decode loop launched it, if it was alone then: until `now` the model could do nothing else. 0: it was
-                queued behind another step, and took what the device says.
+            begin: when the decode loop decided to launch it, if it was alone then. 0: it was queued behind another step, and took
+                what the device says.
             now: time.monotonic().
+            followed: another step was queued behind it.
         """
         self._decisions += sum(outcome.alive)
-        seconds = now - begin if begin else outcome.seconds
-        self.busy_seconds += seconds
-        if all(map(_no_prompt, outcome.chunks)):
-            self._steps.append(Step(now - seconds, seconds, len(outcome.chunks)))
+        requests = len(outcome.chunks) if all(map(_no_prompt, outcome.chunks)) else 0
+        begin = begin or now - outcome.seconds
+        self._idle_since = now
+        if followed:
+            self._add(begin, now, requests)
+        else:
+            self._open = begin, now, requests
+
+    def ready(self, now: float) -> None:
+        """The decode loop could launch a step now."""
+        if self._open is None:
+            return
+        begin, seen, requests = self._open
+        self._open = None
+        self._idle_since = now
+        self._add(begin, now, requests)
+        if self._stats.handed_at >= seen:
+            self.handed += 1
+            self.handed_seconds += now - self._stats.handed_at
+
+    def awaited(self, chunks: Sequence[Chunk], sent: float, now: float) -> None:
+        """A step is launched for hand-offs, and nothing else runs.
+
+        Args:
+            chunks: what it feeds.
+            sent: when the last of them left its sender, time.monotonic().
+            now: the same clock.
+        """
+        if sent > self._idle_since and all(map(_no_prompt, chunks)):
+            self.waited += 1
+            self.waited_seconds += now - sent
+
+    def _add(self, begin: float, end: float, requests: int) -> None:
+        self.busy_seconds += end - begin
+        if requests:
+            self._steps.append(Step(begin, end - begin, requests))
 
     def report(self, now: float, active: int, version: int) -> Report:
         """All counts, and the steps since the last report."""
@@ -50,6 +96,10 @@ class Observer:
             moves={target: count for (_, target), count in stats.handoffs.items()},
             runs=dict(stats.runs),
             steps=list(self._steps),
+            waited=self.waited,
+            waited_seconds=self.waited_seconds,
+            handed=self.handed,
+            handed_seconds=self.handed_seconds,
         )
         self._steps.clear()
         return report

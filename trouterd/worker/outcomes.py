@@ -11,7 +11,7 @@ from trouterd.worker.drafting import Drafting, Later
 from trouterd.worker.handoff import PEER_LOST, Handoffs
 from trouterd.worker.outbound import Outbound
 from trouterd.worker.registry import Registry
-from trouterd.worker.request import NO_TOKEN, Request, State
+from trouterd.worker.request import NO_TOKEN, PENDING, Request
 from trouterd.worker.scheduler import Chunk, Scheduler
 from trouterd.worker.stats import Stats
 from trouterd.worker.stepper import Outcome
@@ -58,20 +58,21 @@ class Outcomes:
 
     def commit(self, outcome: Outcome) -> None:
         """Apply a step that has ended; what it says of requests that have moved on since its launch is void."""
-        row = -1
+        kv, row = self.scheduler.kv, -1
         for chunk in outcome.chunks:
-            row += chunk.wants_logits
+            request, wanted = chunk.request, chunk.wants_logits
+            row += wanted
             if not chunk.current:
                 continue
-            request = chunk.request
-            if chunk.wants_logits and not outcome.alive[row]:
+            if wanted and not outcome.alive[row]:
                 # Not by our books, but the device has the last word: feed the row from here.
                 self.scheduler.rewind(request, chunk.first)
                 continue
             request.forwards[request.route.side] += 1
             # Pages with drafts would be cut again, which those in the prefix cache cannot be.
-            self.scheduler.kv.commit(request.slot, request.tokens, min(chunk.end, request.settled))
-            if chunk.wants_logits:
+            end = min(chunk.end, request.settled) if request.scores else chunk.end
+            kv.commit(request.slot, request.tokens, end)
+            if wanted:
                 if not outcome.stays[row]:
                     # A row behind this one, queued already, is dead.
                     self.scheduler.rewind(request, chunk.end)
@@ -135,7 +136,7 @@ class Outcomes:
         if destination == FAILED:
             self.fail_one(request)
             return
-        if request.drafts:
+        if request.route.drafts:
             self.drafting.drafted(request, token, outcome.scores[row])
             return
         if request.scores and not self.drafting.verified(request, outcome.accepted[row], token):
@@ -187,7 +188,7 @@ class Outcomes:
             )
             return
         request.warm = False
-        if request.state is not State.PENDING:
+        if request.state is not PENDING:
             self.refuse(request, NackReason.ERROR)
         self.scheduler.release(request)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -101,20 +101,17 @@ class PipelinedStepper:
             dead *= 1.0 - chunk.request.route.stay_rate
         return dead * self._pace.expected(len(chunks)) <= GAP
 
-    async def launch(self, chunks: Sequence[Chunk]) -> None:
+    async def launch(self, chunks: Sequence[Chunk], meanwhile: Callable[[], None]) -> None:
         """Queue a step behind those in flight."""
         if any(c.request.hosted and c.wants_logits for c in chunks):
-            await self._alone.launch(chunks)
+            await self._alone.launch(chunks, meanwhile)
             return
-        for chunk in chunks:
-            if chunk.wants_logits:
-                self._setups.update(chunk)
+        routed = [self._setups.update(chunk) for chunk in chunks if chunk.wants_logits]
         rows = self._rows(chunks)
         if self.runner.quick(rows):
             number = self.runner.launch(rows)
         else:
             number = await asyncio.get_running_loop().run_in_executor(self._thread, self.runner.launch, rows)
-        routed = [len(c.request.route.workers) > 1 and (c.own or c.request.may_leave) for c in chunks if c.wants_logits]
         self._flights.append(_Flight(number, chunks, len(rows), routed, time.monotonic()))
         for chunk in chunks:
             chunk.request.chained = chunk.wants_logits
@@ -153,7 +150,8 @@ class PipelinedStepper:
             if not flight.routed[row]:
                 destinations[row] = 0
             elif alive[row]:
-                destinations[row] = checked(route, destinations[row])
+                if destinations[row]:
+                    destinations[row] = checked(route, destinations[row])
                 route.stay_rate += (stays[row] - route.stay_rate) / 32
         return Outcome(flight.chunks, alive, record.tokens.tolist(), destinations, stays, record.seconds)
 
@@ -178,6 +176,10 @@ def _build(chunks: Sequence[Chunk]) -> StepRows:
         if chunk.own:
             tokens.append(OWN_TOKEN)
             positions.append(0)
+            slots.append(request.slot)
+        elif count == 1:
+            tokens.append(request.tokens[first])
+            positions.append(first)
             slots.append(request.slot)
         else:
             tokens += request.tokens[first : first + count]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from algorithms.drafting import Drafter
 from ipc.messages import MODEL_UNKNOWN, PeerReq, Submit, unpack_ids
 from trouterd.worker.route import WorkerRoute
 
@@ -28,6 +28,10 @@ class State(enum.Enum):
     """With another model; KV kept."""
 
 
+WAITING, RUNNING, PENDING = State
+"""Names for the decode loop: Python 3.11 takes ten times as long for a member of an enumeration as for a global name."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """Ids, KV progress and hand-off bookkeeping of one request on one worker."""
@@ -40,7 +44,9 @@ class Request:
     tokens: list[int]
     """Prompt + committed output, then drafts; `known` in the design's words is its length."""
     prompt_length: int
-    state: State = State.PENDING
+    is_entry: bool
+    """This worker is the request's entry."""
+    state: State = PENDING
     fed: int = 0
     """Positions whose K and V are in the pool, or will be when the steps in flight have run."""
     chained: bool = False
@@ -107,25 +113,16 @@ class Request:
             entry=entry,
             tokens=prompt,
             prompt_length=len(prompt),
+            is_entry=route.side == 0,
             known=[MODEL_UNKNOWN] * len(route.workers),
             forwards=[0] * len(route.workers),
             arrived_ns=now_ns,
         )
 
     @property
-    def is_entry(self) -> bool:
-        """This worker is the request's entry."""
-        return self.route.side == 0
-
-    @property
     def output_length(self) -> int:
         """Committed output tokens known here."""
         return len(self.tokens) - self.prompt_length - len(self.scores)
-
-    @property
-    def drafts(self) -> bool:
-        """Tokens that are written here are drafts."""
-        return isinstance(self.route.algorithm, Drafter)
 
     @property
     def settled(self) -> int:
@@ -164,6 +161,13 @@ class Request:
         self.tokens.append(token)
         self.writers.append(writer)
         self.stall = 0
+
+    def extend(self, tokens: Sequence[int], writers: bytes) -> None:
+        """Commit output tokens, with the writer of each."""
+        if tokens:
+            self.tokens += tokens
+            self.writers += writers
+            self.stall = 0
 
     def cut(self, output_length: int) -> None:
         """Forget output tokens from `output_length` on, and all drafts (KV is the caller's business)."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import torch
 
 from algorithms.base import Algorithm, Definition, RouteContext
+from algorithms.drafting import Drafter
 from algorithms.registry import AlgorithmError, load, numeric_params, validate_params
 from trouterd.config import Config, Route
 
@@ -35,6 +36,19 @@ class WorkerRoute:
     """Rises with every live change of the parameters."""
     stay_rate: float = 1.0
     """Share of this side's latest decisions that kept the request here; steps are queued ahead by it."""
+    drafts: bool = field(init=False)
+    """Tokens that this side writes are drafts."""
+    sends_all: bool = field(init=False)
+    """The algorithm leaves what travels to the default: what the receiver has not seen."""
+    accepts_all: bool = field(init=False)
+    """The same of what is taken: all of it."""
+
+    def __post_init__(self) -> None:
+        algorithm = self.algorithm
+        self.drafts = isinstance(algorithm, Drafter)
+        # Also an instance may carry a function of its own.
+        self.sends_all = getattr(algorithm.send, "__func__", None) is Algorithm.send
+        self.accepts_all = getattr(algorithm.receive, "__func__", None) is Algorithm.receive
 
     def model_at(self, destination: int) -> int:
         """Route index behind a destination number (0 = this side, k = the k-th other model)."""

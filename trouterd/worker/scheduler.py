@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from models.kv_cache import KvCache
-from trouterd.worker.request import NO_SLOT, Request, State
+from trouterd.worker.request import NO_SLOT, PENDING, RUNNING, WAITING, Request
 
 _LOGIT_ROWS = 64
 
@@ -26,23 +26,24 @@ class Chunk:
     """One row: the token that the device holds for the slot, which may not be known here yet."""
     residency: int
     """The request's when this was planned; a step's word on the chunk counts while they are equal."""
+    end: int = field(init=False)
+    """Position behind the last row."""
+    wants_logits: bool = field(init=False)
+    """Some row's logits are wanted."""
+
+    def __post_init__(self) -> None:
+        self.end = self.first + self.count
+        self.wants_logits = self.wanted > 0
 
     @classmethod
     def of(cls, request: Request, count: int) -> Chunk:
         """The next rows of a request that is here."""
-        first, own = request.fed, request.chained
-        wanted = 1 if own else max(0, first + count - max(first, request.first_wanted))
-        return cls(request, first, count, wanted, own, request.residency)
-
-    @property
-    def wants_logits(self) -> bool:
-        """Some row's logits are wanted."""
-        return self.wanted > 0
-
-    @property
-    def end(self) -> int:
-        """Position behind the last row."""
-        return self.first + self.count
+        first = request.fed
+        if request.chained:
+            return cls(request, first, count, 1, True, request.residency)
+        unwanted = request.first_wanted - first
+        wanted = count if unwanted <= 0 else max(0, count - unwanted)
+        return cls(request, first, count, wanted, False, request.residency)
 
     @property
     def current(self) -> bool:
@@ -85,21 +86,22 @@ class Scheduler:
 
     def add(self, request: Request, *, front: bool = False) -> None:
         """A request is here now: new, or back from a peer."""
-        self._not_away(request)
+        if not request.is_entry:
+            self._not_away(request)
         if request.hosted:
             self.hosted.add(request.rid)
         if request.slot == NO_SLOT:
-            request.state = State.WAITING
+            request.state = WAITING
             (self.waiting.appendleft if front else self.waiting.append)(request)
             return
-        request.state = State.RUNNING
+        request.state = RUNNING
         self._leave_one_unfed(request)
         self.running.append(request)
 
     def pend(self, request: Request) -> None:
         """A request is with another model now; its KV stays."""
         self._dequeue(request)
-        request.state = State.PENDING
+        request.state = PENDING
         # A row of a token that nobody knows here yet is not part of the KV that stays.
         self.rewind(request, len(request.tokens))
         if not request.is_entry:
@@ -125,7 +127,7 @@ class Scheduler:
         """From now on the host, or the device again, decides the request's tokens."""
         request.hosted = hosted
         self.hosted.discard(request.rid)
-        if hosted and request.state is not State.PENDING:
+        if hosted and request.state is not PENDING:
             self.hosted.add(request.rid)
 
     def truncate(self, request: Request) -> None:
@@ -137,7 +139,7 @@ class Scheduler:
         request.let_go()
         if request.slot != NO_SLOT:
             # Also where nothing is cut: a row that was planned and not launched may have left a page behind.
-            request.fed = self.kv.truncate(request.slot, min(request.fed, length))
+            request.fed = self.kv.truncate(request.slot, length if length < request.fed else request.fed)
 
     def plan(self) -> list[Chunk]:
         """The chunks of the next step, empty when there is nothing to do or no room to do it in."""
@@ -150,13 +152,14 @@ class Scheduler:
             if budget == 0:
                 break
             # An earlier request of this very loop may have preempted this one.
-            if request.state is not State.RUNNING:
+            if request.state is not RUNNING:
                 continue
-            count = self._rows(request, min(due, budget))
-            if count and self._reserve(request, request.fed + count, planned):
+            chunk = self._chunk(request, due if due < budget else budget)
+            if chunk.count and self._reserve(request, chunk.end, planned):
                 planned.add(request.rid)
-                chunks.append(self._chunk(request, count))
-                budget -= count
+                self._logits_left -= chunk.wanted
+                chunks.append(chunk)
+                budget -= chunk.count
         budget -= self._admit(chunks, planned, budget)
         if self.waiting:
             self.short_of_room = budget > 0
@@ -208,29 +211,26 @@ class Scheduler:
             request = self.waiting[0]
             if not (self._has_room(request, planned) and self._open(request, planned)):
                 break
-            count = self._rows(request, min(request.unfed, budget - used))
+            chunk = self._chunk(request, min(request.unfed, budget - used))
             # A preempted request must not preempt in turn, or two large ones would evict each other for ever.
-            if not count or not self._reserve(request, request.fed + count, planned, preempt=False):
+            if not chunk.count or not self._reserve(request, chunk.end, planned, preempt=False):
                 self.release(request)
                 break
             self.waiting.popleft()
-            request.state = State.RUNNING
+            request.state = RUNNING
             self.running.append(request)
             planned.add(request.rid)
-            chunks.append(self._chunk(request, count))
-            used += count
+            self._logits_left -= chunk.wanted
+            chunks.append(chunk)
+            used += chunk.count
         return used
 
-    def _rows(self, request: Request, count: int) -> int:
-        """As many of the next `count` rows as the step has logits left for."""
-        if count <= self._logits_left:
-            return count
-        return count - max(0, Chunk.of(request, count).wanted - self._logits_left)
-
     def _chunk(self, request: Request, count: int) -> Chunk:
+        """As many of the next `count` rows as the step has logits left for."""
         chunk = Chunk.of(request, count)
-        self._logits_left -= chunk.wanted
-        return chunk
+        if chunk.wanted <= self._logits_left:
+            return chunk
+        return Chunk.of(request, count - (chunk.wanted - self._logits_left))
 
     def _warm(self, chunks: list[Chunk], budget: int) -> None:
         """Prefill prompts of visitors that are still with their entry, from free pages only."""
@@ -319,12 +319,13 @@ class Scheduler:
 
     def _leave_one_unfed(self, request: Request) -> None:
         """A request that is here needs the logits of its last token, so that one must be fed (again); and drafts to be verified."""
-        if request.fed > request.first_wanted:
-            self.rewind(request, request.first_wanted)
+        first = request.first_wanted
+        if request.fed > first:
+            self.rewind(request, first)
 
     def _dequeue(self, request: Request) -> None:
         self.hosted.discard(request.rid)
-        if request.state is State.RUNNING:
+        if request.state is RUNNING:
             self.running.remove(request)
-        elif request.state is State.WAITING and request in self.waiting:
+        elif request.state is WAITING and request in self.waiting:
             self.waiting.remove(request)

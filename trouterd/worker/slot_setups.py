@@ -39,8 +39,8 @@ class SlotSetups:
         _, names = self._routes.get(route.name, (NO_ROUTE, None))
         return names != tuple(route.params)
 
-    def update(self, chunk: Chunk) -> None:
-        """Say what the device needs to know before it runs a chunk whose logits are wanted."""
+    def update(self, chunk: Chunk) -> bool:
+        """Say what the device needs to know before it runs a chunk whose logits are wanted; whether the algorithm is asked then."""
         request = chunk.request
         version = request.route.version
         told = self._told.get(request.slot)
@@ -48,10 +48,11 @@ class SlotSetups:
             # Behind a row that has been launched: whatever that one's token was allowed, this one may be routed.
             if told is not None and told[1] != version:
                 self._tell(request, True, version)
-            return
+            return len(request.route.workers) > 1
         routable = request.may_leave
         if not routable or told != (request.rid, version, True):
             self._tell(request, routable, version)
+        return routable
 
     def _tell(self, request: Request, routable: bool, version: int) -> None:
         self._told[request.slot] = (request.rid, version, routable)

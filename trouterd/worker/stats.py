@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 
 from trouterd.metrics import Family, Histogram, counter, gauge, histogram
@@ -32,6 +33,8 @@ class Stats:
         self.handoffs: Counter[tuple[int, int]] = Counter()
         self.runs: Counter[int] = Counter()
         """Hand-offs sent, by the steps that the request took here before."""
+        self.handed_at = 0.0
+        """time.monotonic() of the last one."""
         self.suffix_tokens = 0
         """Tokens that travelled with hand-offs."""
         self.stale_messages = 0
@@ -61,9 +64,10 @@ class Stats:
 
     def handoff(self, source: int, target: int, suffix: int, run: int) -> None:
         """Count one hand-off sent, of `suffix` tokens and after `run` steps."""
+        self.handed_at = time.monotonic()
         self.handoffs[source, target] += 1
         if run:  # the request was not sent on at once
-            self.runs[min(run, LONGEST_RUN)] += 1
+            self.runs[run if run < LONGEST_RUN else LONGEST_RUN] += 1
         self.suffix_tokens += suffix
 
     def handoff_started(self, seconds: float) -> None:

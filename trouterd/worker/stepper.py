@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,8 +72,13 @@ class Stepper(Protocol):
         tokens of requests that tend to leave."""
         ...
 
-    async def launch(self, chunks: Sequence[Chunk]) -> None:
-        """Queue a step. Whatever the model raises comes out of here; the step has not been launched then."""
+    async def launch(self, chunks: Sequence[Chunk], meanwhile: Callable[[], None]) -> None:
+        """Queue a step. Whatever the model raises comes out of here; the step has not been launched then.
+
+        Args:
+            chunks: what is fed.
+            meanwhile: called at most once, in this thread; by steppers that return only when the step has ended, once it runs.
+        """
         ...
 
     def poll(self) -> Outcome | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ipc.messages import Tokens, TokenUpdate, pack_ids
 from trouterd.worker.handoff import Handoffs
 from trouterd.worker.outbound import API, Outbound
-from trouterd.worker.request import Request, State
+from trouterd.worker.request import PENDING, Request
 
 UPDATES_PER_MESSAGE = 256
 TOKENS_PER_MESSAGE = 8192
@@ -39,7 +39,7 @@ class TokenStream:
         for request in list(self._news.values()):
             if request.is_entry:
                 batch.append(request)
-            elif request.state is State.PENDING or self.handoffs.stream(request, self.index):
+            elif request.state is PENDING or self.handoffs.stream(request, self.index):
                 # A visitor that left took its tokens along.
                 del self._news[request.rid]
         for part in _parts(batch):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 
 import numpy as np
 import torch
@@ -49,25 +50,31 @@ class SynchronousStepper:
         del chunks
         return True
 
-    async def launch(self, chunks: Sequence[Chunk]) -> None:
+    async def launch(self, chunks: Sequence[Chunk], meanwhile: Callable[[], None]) -> None:
         """Run the step to its end."""
         batch = build(chunks, self.page_table)
         routed = [c.request.may_leave for c in chunks if c.wants_logits]
         if self.runner.inline:
+            meanwhile()
             self._outcome = self.run(chunks, batch, routed)
         else:
-            self._outcome = await asyncio.get_running_loop().run_in_executor(
-                self._thread, self.run, chunks, batch, routed
-            )
+            loop = asyncio.get_running_loop()
+            # Said by the other thread: what this one does before that one has got hold of the interpreter delays the step.
+            begun = partial(loop.call_soon_threadsafe, meanwhile)
+            self._outcome = await loop.run_in_executor(self._thread, self.run, chunks, batch, routed, begun)
 
-    def run(self, chunks: Sequence[Chunk], batch: Batch, routed: Sequence[bool]) -> Outcome:
+    def run(
+        self, chunks: Sequence[Chunk], batch: Batch, routed: Sequence[bool], begun: Callable[[], object] = lambda: None
+    ) -> Outcome:
         """Forward, sample and route.
 
         Args:
             chunks: what is fed.
             batch: the same as token rows.
             routed: which of the requests whose logits are wanted may be handed off now, in order.
+            begun: called first.
         """
+        begun()
         self.started = begin = time.monotonic()
         try:
             with torch.inference_mode():

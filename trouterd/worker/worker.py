@@ -14,6 +14,7 @@ from ipc.messages import NackReason
 from models.batch import ModelRunner
 from models.kv_cache import KvCache
 from models.resident import is_resident
+from trouterd.batching.launch import Reason
 from trouterd.config import Route
 from trouterd.worker.active import ActiveCounts
 from trouterd.worker.events import Command, Event, Events
@@ -106,7 +107,7 @@ class Worker:
         self._wake = asyncio.Event()
         self._closing = False
         self._begun = 0.0
-        """When the step in flight was launched, if it is the only one; 0 otherwise."""
+        """When the launch of the step in flight was decided on, if it is the only one; 0 otherwise."""
         self._turn: Turn | None = None
         self._alone = False
         """A step is launched while no other one runs, here or at another worker."""
@@ -192,9 +193,10 @@ class Worker:
             busy = self.stepper.in_flight > 0
             if self.recorder is not None:
                 self.recorder.looked(self.stepper.in_flight, held=again < NEVER)
+            # Behind the launch of the next step, which so need not wait for that.
+            self._pass_on()
             if busy:
                 await self._collect(again)
-            self._pass_on()
             if self._turn is not None and self._turn.held and not self.stepper.in_flight:
                 self._turn.give_back()
             # A visitor that is held back by delayed batching, or by whose turn it is, is not blocked.
@@ -204,6 +206,7 @@ class Worker:
             else:
                 # Ring readers run between steps.
                 await asyncio.sleep(0)
+        self._pass_on()
         self._thread.shutdown()
 
     def _apply_events(self) -> None:
@@ -212,9 +215,10 @@ class Worker:
 
     async def _launch_steps(self) -> float:
         """Launch what can be launched now; returns when to try again if nothing happens before."""
+        now = time.monotonic()
+        self.observer.ready(now)
         turn = self._turn if self._alone else None
         while True:
-            now = time.monotonic()
             due = self.stepper.launch_at(bool(self.scheduler.hosted))
             if due <= now:
                 due = self.launching.due(now, in_flight=self.stepper.in_flight > 0)
@@ -227,16 +231,16 @@ class Worker:
                 return NEVER
             if turn is not None and not turn.take():
                 return now + TURN_PATIENCE
-            await self._launch(chunks)
+            await self._launch(chunks, now)
+            now = time.monotonic()
 
-    async def _launch(self, chunks: list[Chunk]) -> None:
+    async def _launch(self, chunks: list[Chunk], now: float) -> None:
         if self.recorder is not None:
             self.recorder.launch(chunks, self.stepper.in_flight)
-        self._note_start(chunks)
-        begun = time.monotonic()
-        self._begun = 0.0 if self.stepper.in_flight else begun
+        self._warm_peers(chunks)
+        self._begun = 0.0 if self.stepper.in_flight else now
         try:
-            await self.stepper.launch(chunks)
+            await self.stepper.launch(chunks, self._pass_on)
         except Exception as error:  # the worker's boundary: a failed step ends its requests, not the worker
             log.exception("a step of %d requests failed; they end with an error", len(chunks))
             if not self._device_answers():
@@ -246,16 +250,14 @@ class Worker:
             await self._drain()
             self.outcomes.fail(chunks)
             return
-        self.launching.launched(chunks, begun)
         for chunk in chunks:
             chunk.request.fed = chunk.end
+        self._note_start(chunks, now)
+        self.launching.launched(chunks, now)
 
     async def _collect(self, again: float) -> None:
         """Commit the steps that have ended; wait for one, but not longer than until something arrives or `again` comes."""
         outcome = self._poll()
-        if outcome is None:
-            # What has just arrived may have news for others.
-            self._pass_on()
         while outcome is None and self.stepper.in_flight:
             now = time.monotonic()
             if self._inbox or self._closing or now >= again:
@@ -281,7 +283,7 @@ class Worker:
     def _commit(self, outcome: Outcome) -> None:
         if self.recorder is not None:
             self.recorder.outcome(outcome, self.stepper.in_flight)
-        self.observer.note(outcome, self._begun, time.monotonic())
+        self.observer.note(outcome, self._begun, time.monotonic(), followed=self.stepper.in_flight > 0)
         with self.outbound.together():
             self.outcomes.commit(outcome)
 
@@ -313,16 +315,24 @@ class Worker:
         """Do something between two steps, after a while."""
         asyncio.get_running_loop().call_later(seconds, self.deliver, Command(action))
 
-    def _note_start(self, chunks: list[Chunk]) -> None:
-        now = 0
+    def _warm_peers(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            request = chunk.request
+            if not request.warm and request.is_entry and len(request.route.workers) > 1:
+                self.handoffs.warm(request)
+
+    def _note_start(self, chunks: list[Chunk], now: float) -> None:
+        """Count the hand-offs whose first step was launched at `now`."""
+        latest = 0.0
         for chunk in chunks:
             request = chunk.request
             if request.handoff_sent_ns:
-                now = now or time.monotonic_ns()
-                self.stats.handoff_started((now - request.handoff_sent_ns) * 1e-9)
+                sent = request.handoff_sent_ns * 1e-9
+                latest = max(latest, sent)
+                self.stats.handoff_started(now - sent)
                 request.handoff_sent_ns = 0
-            if request.is_entry and not request.warm and len(request.route.workers) > 1:
-                self.handoffs.warm(request)
+        if latest and self._begun and self.launching.reason is not Reason.LINGER:
+            self.observer.awaited(chunks, latest, now)
 
     def _refuse_blocked(self) -> bool:
         """Refuse a visitor that can never get room here; True when there was one."""

@@ -1,0 +1,110 @@
+"""What a worker reports of its steps and hand-offs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from models.script import ScriptRunner
+from tests.harness import Cluster
+from trouterd.config import Route
+from trouterd.worker.observer import Observer
+from trouterd.worker.stats import Stats
+
+
+@dataclass
+class Asked:
+    prompt_length: int = 4
+
+
+@dataclass
+class Fed:
+    """As much of a chunk as the observer looks at."""
+
+    first: int = 9
+    wants_logits: bool = True
+    request: Asked = field(default_factory=Asked)
+
+
+@dataclass
+class Decided:
+    chunks: list[Any]
+    seconds: float
+
+    @property
+    def alive(self) -> list[bool]:
+        return [True] * len(self.chunks)
+
+
+def ended(observer: Observer, begin: float, now: float, *, seconds: float = 0.5, followed: bool = False) -> None:
+    observer.note(Decided([Fed(), Fed()], seconds), begin, now, followed=followed)  # type: ignore[arg-type]
+
+
+def test_a_step_that_was_alone_lasts_until_the_next_one_can_be_launched() -> None:
+    observer = Observer(Stats())
+    ended(observer, 1.0, 1.5)
+    assert observer.busy_seconds == 0
+    observer.ready(1.75)
+    observer.ready(2.0)  # nothing has ended since
+    report = observer.report(2.0, 3, 0)
+    assert [(step.begin, step.seconds, step.requests) for step in report.steps] == [(1.0, 0.75, 2)]
+    assert observer.busy_seconds == 0.75
+    assert report.decisions == 2
+
+
+def test_a_step_behind_another_one_took_what_the_device_says() -> None:
+    observer = Observer(Stats())
+    ended(observer, 0.0, 1.5, seconds=0.25, followed=True)
+    ended(observer, 0.0, 1.75, seconds=0.25)
+    observer.ready(2.0)
+    assert [(step.begin, step.seconds) for step in observer.report(2.0, 3, 0).steps] == [(1.25, 0.25), (1.5, 0.5)]
+    assert observer.busy_seconds == 0.75
+
+
+def test_prompts_are_busy_time_but_no_sample_of_a_step() -> None:
+    observer = Observer(Stats())
+    observer.note(Decided([Fed(first=0)], 0.5), 1.0, 1.5, followed=False)  # type: ignore[arg-type]
+    observer.ready(2.0)
+    assert observer.busy_seconds == 1.0
+    assert observer.report(2.0, 3, 0).steps == []
+
+
+def test_a_hand_off_is_timed_from_both_sides() -> None:
+    stats = Stats()
+    observer = Observer(stats)
+    chunks: list[Any] = [Fed()]
+    observer.awaited(chunks, 0.9, 1.0)  # nobody had waited before the first step
+    ended(observer, 1.0, 1.5)
+    stats.handed_at = 1.625
+    observer.ready(1.75)
+    ended(observer, 2.0, 2.5)
+    observer.ready(2.75)  # this step handed nothing over
+    observer.awaited(chunks, 2.625, 3.0)  # came before the model was idle
+    prompt: list[Any] = [Fed(first=0)]
+    observer.awaited(prompt, 2.875, 3.0)
+    observer.awaited(chunks, 2.875, 3.0)
+    report = observer.report(3.0, 1, 0)
+    assert (report.handed, report.handed_seconds) == (1, 0.125)
+    assert (report.waited, report.waited_seconds) == (1, 0.125)
+
+
+async def test_workers_time_hand_offs_that_are_waited_for() -> None:
+    """One request: every hand-off finds its receiver idle, every step that hands over has none behind it."""
+    runners = {
+        name: ScriptRunner([ids], vocab_size=258, eos=257, cycle=True, delay_ms=1.0)
+        for name, ids in (("small", 1), ("large", 2))
+    }
+    route = Route(models=["small", "large"], algorithm="every_n", params={"shape": "visit", "n": 3})
+    async with Cluster(runners, {"demo": route}).running() as cluster:
+        await cluster.generate("demo", [1, 2, 3], max_tokens=30)
+        await cluster.settled()
+        for worker in cluster.workers.values():
+            observer, sent, received = worker.observer, worker.stats.handoffs.total(), len(worker.stats.recent_handoffs)
+            assert min(sent, received) > 5
+            # The first visit feeds a prompt.
+            assert received - 2 <= observer.waited <= received
+            assert sent - 1 <= observer.handed <= sent
+            # Both workers share one event loop here: the receiver may launch before the sender is ready again.
+            assert observer.handed_seconds > 0
+            assert observer.waited_seconds > 0
+            assert observer.busy_seconds >= worker.stats.steps * 1e-3

@@ -1,0 +1,124 @@
+"""Changes of thresholds that are being watched, and what they have taught about the throughput model's promises.
+
+Whatever the model leaves out, measured throughput has the last word: a change that costs throughput is taken back, and from time to
+time the other choice, eager launches or the plan's, is tried for a few seconds and stays if it is better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Lists = dict[str, list[int]]
+Measured = Callable[[float, float], tuple[float, float]]
+"""Tokens/s and mean active requests, given now and for how many seconds before."""
+
+LOSS = 0.05
+"""Fall of the measured throughput for which a change is taken back."""
+BETTER = 0.02
+"""Rise of it for which a trial of the other choice stays."""
+HOLD = 10.0
+"""Seconds for which a change is left alone and watched."""
+SETTLE = 2.0
+"""Of those that do not count: the first ones."""
+FREEZE = 60.0
+"""Seconds without a change after one that was taken back; doubles each time."""
+TRY = 600.0
+"""Seconds from one trial of the other choice to the next; doubles with each one that does not stay. So trials take less than 2 % of
+the time."""
+LONGEST = 3600.0
+"""Seconds that both grow to."""
+LIKE = 0.2
+"""Numbers of requests that differ by no more than this share are compared."""
+_TRUST = (0.5, 1.5)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What is being watched."""
+
+    since: float
+    before: Lists
+    rate: float
+    """Tokens/s before it; 0: unknown."""
+    active: float
+    promise: float
+    """Tokens/s of the lists that wait over those that launch eagerly, by the throughput model; 0: both wait."""
+    waits: bool
+    """The new lists wait."""
+    trial: bool
+
+
+class Trials:
+    """Of one group.
+
+    Args:
+        trust: as learned before.
+    """
+
+    def __init__(self, trust: float = 1.0) -> None:
+        self.trust = trust
+        """What waiting has reached over what was promised, both relative to eager launches; 1 as long as nobody knows."""
+        self._change: _Change | None = None
+        self._frozen_until = 0.0
+        self._freeze = FREEZE
+        self._next: float | None = None
+        """When the other choice is tried; None: nothing has been planned yet."""
+        self._pause = TRY
+
+    def watch(
+        self, now: float, before: Lists, measured: tuple[float, float], promise: float, *, waits: bool, trial: bool
+    ) -> None:
+        """Lists have been replaced.
+
+        Args:
+            now: seconds.
+            before: the lists that were replaced.
+            measured: tokens/s under them, and active requests.
+            promise: of waiting over eager launches, by the model alone; 0 where both lists wait.
+            waits: the new lists wait.
+            trial: the new lists are the other choice, not what the model asks for.
+        """
+        self._change = _Change(now, before, *measured, promise, waits, trial)
+        self._next = now + self._pause
+
+    def forget(self) -> None:
+        """Workers do not go by the lists, or nothing is known: there is nothing to compare."""
+        self._change = self._next = None
+
+    def judge(self, now: float, measured: Measured) -> Lists | None:
+        """Look at a change that has run its time; returns the lists to go back to if it is not to stay."""
+        change = self._change
+        if change is None or now - change.since < HOLD:
+            return None
+        self._change = None
+        rate, active = measured(now, now - change.since - SETTLE)
+        if not (change.rate and abs(active - change.active) <= LIKE * change.active):
+            return change.before if change.trial else None
+        gain = rate / change.rate
+        if change.promise and gain:
+            reached = gain if change.waits else 1 / gain
+            self.trust = min(max(reached / change.promise, _TRUST[0]), _TRUST[1])
+        if change.trial:
+            stays = gain > 1 + BETTER
+            self._pause = TRY if stays else min(2 * self._pause, LONGEST)
+            self._next = now + self._pause
+        else:
+            stays = gain >= 1 - LOSS
+            self._frozen_until = now if stays else now + self._freeze
+            self._freeze = FREEZE if stays else min(2 * self._freeze, LONGEST)
+        return None if stays else change.before
+
+    def pending(self, now: float) -> str:
+        """Why nothing may change now; '' if it may."""
+        if self._change is not None:
+            return "trying the other choice" if self._change.trial else "watching the latest change"
+        if now < self._frozen_until:
+            return f"taken back: {self._frozen_until - now:.0f} s until the next change"
+        return ""
+
+    def due(self, now: float) -> bool:
+        """Whether to try the other choice; to be asked only when something may change."""
+        if self._next is None:
+            self._next = now + self._pause
+        return now >= self._next
