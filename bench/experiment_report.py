@@ -57,7 +57,7 @@ _NOTES = """\
   of card. *of ideal*: of the bound that no policy exceeds, for the window's own step times and routing.
 - *Std. Serving*: a dispatcher outside of the servers asks for one token a call, by the same draws, of the same daemon's models
   (with `--std-servers` of a daemon for each). No head runs for it, which is to its advantage.
-- `3072/5120`: the rest of an answer of 8,192 tokens, whose first 3,072 come as a prompt, since windows are too short for all of it.
+- `3072/32768`: the middle of answers of 8,192 tokens, whose first 3,072 come as a prompt, since a window is too short for all.
 - N: requests in flight, closed loop. GPU-s: GPUs that the system keeps times seconds.
 """
 

@@ -32,6 +32,7 @@ class Setup:
         tensor_parallel: GPUs of each model.
         model_settings: TOML lines for every model's table.
         settings: TOML lines of the whole configuration.
+        handoff: seconds of one, for plans.
     """
 
     sources: tuple[str, ...]
@@ -39,6 +40,7 @@ class Setup:
     tensor_parallel: tuple[int, ...]
     model_settings: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
+    handoff: float = 0.0
 
     @property
     def names(self) -> tuple[str, ...]:

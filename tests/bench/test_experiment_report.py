@@ -144,7 +144,7 @@ def others() -> list[Result]:
         for way, rate in (("planned", 400), ("planned x 0.5", 300), ("planned x 2", 350), ("eager", 200))
     ]
     places = [record(case(R2R, 16, "planned", system=name), 400) for name in ("trouterd", "large at 80 %", "no MPS")]
-    long = [record(case(R2R, 4, "planned", workload=name), rate) for name, rate in (("low", 400), ("3072/5120", 380))]
+    long = [record(case(R2R, 4, "planned", workload=name), rate) for name, rate in (("low", 400), ("3072/32768", 380))]
     large = record(case("large", 1), 50.0)
     return [
         result("b", ablation),
