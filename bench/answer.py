@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Any
 
 _EVENT = b'data: {"'
 """An event with content. In JSON a quote inside of a text is escaped, so that no text contains this."""
-_NO_CHOICES = re.compile(rb'"choices": ?\[\]')
+_NO_CHOICES = b'"choices":[]'
 _TEXTS = ("text", "content", "reasoning_content", "reasoning")
 
 
@@ -64,6 +63,7 @@ class Answer:
         self._newest = b""
         """The latest events."""
         self._kept: list[bytes] | None = [] if keep else None
+        self._no_choices = _NO_CHOICES
         self._fault: AnswerError | None = None
         self.counted_early = False
         """Whether its first token came with a usage."""
@@ -80,8 +80,7 @@ class Answer:
         if not self.first:
             self._begin(now)
             return
-        if b"[]" in events:
-            count -= len(_NO_CHOICES.findall(events))
+        count -= events.count(self._no_choices)
         if count > 0:
             self.events += count
             if self._log.open:
@@ -129,10 +128,10 @@ class Answer:
 
     def _complete(self, piece: bytes) -> bytes:
         """The complete events up to now, without those that were taken before."""
-        if b"\r" in piece:
-            piece = piece.replace(b"\r", b"")
-        if not self._rest and piece.endswith(b"\n\n"):
+        if piece.endswith(b"\n\n") and not self._rest:
             return piece
+        # Line ends may be CR LF. In JSON a CR is escaped.
+        piece = piece.replace(b"\r", b"")
         whole, separator, self._rest = (self._rest + piece).rpartition(b"\n\n")
         return whole + separator
 
@@ -144,6 +143,8 @@ class Answer:
             self._fault = error
             return
         self.events = len(carry)
+        if b'": ' in self._newest[:40]:
+            self._no_choices = _NO_CHOICES.replace(b":", b": ")
         if carry:
             self.first = self._last = now
             self.counted_early = bool(carry[0].get("usage"))

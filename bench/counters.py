@@ -5,30 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.daemon import Link, Served
+from bench.daemon import Link
 from bench.endpoint import Connection
 from bench.target import Counters, ModelCounters
 from trouterd.metrics import PREFIX
 
 
-def over_control(control: Path, models: Sequence[str]) -> Callable[[], Counters]:
-    """Totals of these models by the verb `batching`; the connection stays open as long as the function is kept.
-
-    Raises:
-        OSError: nobody answers on the socket.
-    """
-    link = Link(Served(Path(), control))
+def over_control(link: Link, models: Sequence[str]) -> Callable[[], Counters]:
+    """Totals of these models by the verb `batching`; for as long as the link is open."""
 
     def counters() -> Counters:
         shown = link.call("batching")["models"]
         counted = {}
         for name in models:
             if name not in shown or "error" in shown[name]:
-                raise RuntimeError(f"{control}: model {name}: {shown.get(name, {}).get('error', 'there is none')}")
+                raise RuntimeError(f"model {name}: {shown.get(name, {}).get('error', 'there is none')}")
             own = shown[name]
             counted[name] = ModelCounters(
                 tokens=int(own["tokens"]),

@@ -48,11 +48,19 @@ class Served:
 
 
 class Link:
-    """A control connection for a whole measurement, for any thread: a verb costs no process, as `Served.ctl` does."""
+    """A control connection for a whole measurement, for any thread: a verb costs no process, as `Served.ctl` does.
+
+    Raises:
+        RuntimeError: nobody listens there.
+    """
 
     def __init__(self, served: Served) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.connect(str(served.control))
+        try:
+            self._socket.connect(str(served.control))
+        except OSError as error:
+            self._socket.close()
+            raise RuntimeError(f"no daemon answers at {served.control}: {error.strerror or error}") from error
         self._lock = threading.Lock()
 
     def call(self, verb: str, **args: Any) -> Any:

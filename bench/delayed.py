@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from bench.deployment import SCRIPT, Deployment, Fleet, ModelSpec, RouteSpec, serving
-from bench.load import Stream
+from bench.endpoint import Address, Connection
 from bench.neighbours import Neighbours
 from trouterd.batching.launch import clamp
 from trouterd.batching.network import Network, StepTime
@@ -264,11 +264,10 @@ def _pin(fleet: Fleet, thresholds: Sequence[int], count: int) -> None:
 @asynccontextmanager
 async def _load(fleet: Fleet, pattern: str, count: int) -> AsyncIterator[None]:
     """Streams that are under way inside the block."""
-    loop = asyncio.get_running_loop()
-    ends = [await loop.create_unix_connection(Stream, str(fleet.served.socket)) for _ in range(count)]
+    connections = [Connection(Address.of(f"unix:{fleet.served.socket}")) for _ in range(count)]
     asks = [
-        asyncio.ensure_future(protocol.ask(transport, _body(pattern, number)))
-        for number, (transport, protocol) in enumerate(ends)
+        asyncio.ensure_future(connection.ask("POST", "/v1/completions", _body(pattern, number), lambda *_: None))
+        for number, connection in enumerate(connections)
     ]
     try:
         yield
@@ -277,8 +276,6 @@ async def _load(fleet: Fleet, pattern: str, count: int) -> AsyncIterator[None]:
     finally:
         for ask in asks:
             ask.cancel()
-        for transport, _ in ends:
-            transport.abort()
         await asyncio.gather(*asks, return_exceptions=True)
 
 

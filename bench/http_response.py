@@ -113,6 +113,14 @@ class ResponseReader:
             self._framing = _Framing.CLOSE
 
     def _chunks(self, data: bytes) -> bytes:
+        if not (self._left or self._trailing) and data.endswith(_LINE):
+            # Nearly always: one whole chunk.
+            end = data.find(_LINE)
+            begin = end + len(_LINE)
+            size = _size(data[:end])
+            if size and len(data) == begin + size + len(_LINE):
+                self._rest = b""
+                return data[begin:-2]
         pieces = []
         at = 0
         while at < len(data):

@@ -13,13 +13,13 @@ class Progress:
 
     Args:
         parts: how many there are.
-        stream: where it is shown.
+        stream: where it is shown; None: standard error.
     """
 
-    def __init__(self, parts: int, stream: TextIO = sys.stderr) -> None:
+    def __init__(self, parts: int, stream: TextIO | None = None) -> None:
         self._parts = parts
-        self._stream = stream
-        self._live = stream.isatty()
+        self._stream = stream or sys.stderr
+        self._live = self._stream.isatty()
         self._done = 0
         self._shown = 0
         """Characters of the line on the terminal."""

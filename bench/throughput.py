@@ -19,6 +19,7 @@ import importlib
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -51,10 +52,10 @@ def main(arguments: list[str]) -> int:
         if options.plots:
             require_matplotlib()
         options.output.mkdir(parents=True, exist_ok=True)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            asked = [target for system in options.systems for target in runner.run(targets(system, options.silence))]
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, ExitStack() as stack:
+            systems = [runner.run(targets(system, options.silence, stack)) for system in options.systems]
             run = _Run(options, " ".join(["python -m bench.throughput", *arguments]))
-            for workload, streams, target in run.plan(asked):
+            for workload, streams, target in run.plan([target for found in systems for target in found]):
                 runner.run(run.window(target, workload, streams))
     except (FrontierError, RuntimeError, OSError) as error:
         print(f"throughput: {error}", file=sys.stderr)

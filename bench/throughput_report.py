@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from bench.window import Percentiles, Window
+from bench.percentiles import Percentiles
+from bench.window import Window
 
 _NOTES = """\
 N requests are under way all the time. Times are means, then medians, 95th and 99th percentiles. *Gap*: from one arrival of

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from bench.counters import over_control
 from bench.daemon import Link, Served
 from bench.endpoint import Address, Connection, EndpointError
-from bench.target import Target
+from bench.target import Counters, Target
 
 
 @dataclass(slots=True)
@@ -83,12 +84,17 @@ class _Add(argparse.Action):
             setattr(system, self.dest, values)
 
 
-async def targets(system: System, silence: float) -> list[Target]:
+async def targets(system: System, silence: float, stack: ExitStack) -> list[Target]:
     """What is measured of a system.
+
+    Args:
+        system: the server.
+        silence: seconds without a byte after which a request is given up.
+        stack: keeps a control connection open for the targets' counters.
 
     Raises:
         EndpointError: it does not answer, or has no such model.
-        OSError, RuntimeError: its control socket does not answer.
+        RuntimeError: its control socket does not answer.
     """
     connection = Connection(Address.of(system.url), silence)
     try:
@@ -100,8 +106,26 @@ async def targets(system: System, silence: float) -> list[Target]:
         if routes and name not in routes:
             raise EndpointError(system.url, f"serves no {name}; it has {', '.join(routes)}")
     large = {models[-1] for models in routes.values() if len(models) > 1}
-    gpus = _gpus(system.control) if system.control else {}
-    return [_target(system, name, routes.get(name, ()), large, gpus) for name in system.models or routes]
+    control = None
+    if system.control is not None:
+        control = _Control(stack.enter_context(closing(Link(Served(Path(), system.control)))))
+    return [_target(system, name, routes.get(name, ()), large, control) for name in system.models or routes]
+
+
+class _Control:
+    """What a control socket adds."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._gpus = {model["name"]: model["gpus"] for model in link.call("models")["models"]}
+
+    def gpus(self, models: Sequence[str]) -> int:
+        """That these models are on."""
+        return len({gpu for model in models for gpu in self._gpus.get(model, ())})
+
+    def counters(self, models: Sequence[str]) -> Callable[[], Counters]:
+        """Totals of these models."""
+        return over_control(self._link, models)
 
 
 async def _cards(connection: Connection, system: System) -> Sequence[Mapping[str, Any]]:
@@ -115,24 +139,12 @@ async def _cards(connection: Connection, system: System) -> Sequence[Mapping[str
         return []
 
 
-def _target(
-    system: System, name: str, models: Sequence[str], large: set[str], gpus: Mapping[str, Sequence[int]]
-) -> Target:
-    used = {gpu for model in models for gpu in gpus.get(model, ())}
+def _target(system: System, name: str, models: Sequence[str], large: set[str], control: _Control | None) -> Target:
     return Target(
         name=f"{system.name} {name}",
         url=system.url,
         model=name,
-        gpus=system.gpus or len(used) or 1,
-        counters=over_control(system.control, models) if system.control and models else None,
+        gpus=system.gpus or (control.gpus(models) if control else 0) or 1,
+        counters=control.counters(models) if control and models else None,
         large=models[-1] if models and models[-1] in large else "",
     )
-
-
-def _gpus(control: Path) -> dict[str, Sequence[int]]:
-    """Of each model of a trouterd."""
-    link = Link(Served(Path(), control))
-    try:
-        return {model["name"]: model["gpus"] for model in link.call("models")["models"]}
-    finally:
-        link.close()

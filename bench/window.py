@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-import numpy as np
-
 from bench.clients import Clients, Seen
 from bench.counters import Scrape, page
 from bench.dialect import learn
 from bench.endpoint import SILENCE, Address, Connection, EndpointError
 from bench.ideal import ideal
+from bench.percentiles import Percentiles
 from bench.target import Counters, ModelCounters, Target
 from bench.workloads import Workload
 
@@ -22,24 +21,6 @@ _CALM = 0.2
 """Seconds between a look at a target and the window: what it could not send while it looked must not come in the window."""
 _number = itertools.count(1)
 """Of windows: each has prompts of its own, which no prefix cache has seen."""
-
-
-@dataclass(frozen=True, slots=True)
-class Percentiles:
-    """Of durations, in milliseconds."""
-
-    mean: float
-    p50: float
-    p95: float
-    p99: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Self | None:
-        """None of nothing."""
-        if not seconds:
-            return None
-        values = 1e3 * np.array(seconds)
-        return cls(float(values.mean()), *np.percentile(values, (50, 95, 99)).tolist())
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,25 +34,27 @@ class Turn:
         """Waits to be made, each with whether the queue is held already."""
         self._waiting = False
         self.held = False
+        self.used = False
+        """A step was launched in this turn, or is about to be."""
         # No part of an executor, whose end would wait for it.
         threading.Thread(target=self._wait, name="turn", daemon=True).start()
 
     def take(self) -> bool:
-        """Whether it is this worker's turn; if not, it waits for it from now on."""
-        if self.held or self._waiting:
-            return self.held
-        queued = self._lock(_QUEUE)
-        if queued and self._lock(_TURN):
-            self._unlock(_QUEUE)
-            self.held = True
-        else:
-            self._waiting = True
-            self._waits.put(queued)
+        """Whether it is this worker's turn, to be used; if not, it waits for it from now on."""
+        if not self.held and not self._waiting:
+            queued = self._lock(_QUEUE)
+            if queued and self._lock(_TURN):
+                self._unlock(_QUEUE)
+                self.held = True
+            else:
+                self._waiting = True
+                self._waits.put(queued)
+        self.used = self.held
         return self.held
 
     def give_back(self) -> None:
         """The step has ended, and what it decided is on its way to the others."""
-        self.held = False
+        self.held = self.used = False
         self._unlock(_TURN)
 
     def _wait(self) -> None:

@@ -197,8 +197,9 @@ class Worker:
             self._pass_on()
             if busy:
                 await self._collect(again)
-            if self._turn is not None and self._turn.held and not self.stepper.in_flight:
-                self._turn.give_back()
+            else:
+                # It came and is not needed any more, or its step failed.
+                self._give_back()
             # A visitor that is held back by delayed batching, or by whose turn it is, is not blocked.
             held = again < NEVER
             if not busy and (held or not self._refuse_blocked()) and not self._inbox:
@@ -215,9 +216,11 @@ class Worker:
 
     async def _launch_steps(self) -> float:
         """Launch what can be launched now; returns when to try again if nothing happens before."""
+        turn = self._turn if self._alone else None
         now = time.monotonic()
         self.observer.ready(now)
-        turn = self._turn if self._alone else None
+        if self._turn is not None and self._turn.used:
+            self._give_back()
         while True:
             due = self.stepper.launch_at(bool(self.scheduler.hosted))
             if due <= now:
@@ -233,6 +236,11 @@ class Worker:
                 return now + TURN_PATIENCE
             await self._launch(chunks, now)
             now = time.monotonic()
+
+    def _give_back(self) -> None:
+        """Let others launch, if it is this worker's turn and none of its steps is in flight."""
+        if self._turn is not None and self._turn.held and not self.stepper.in_flight:
+            self._turn.give_back()
 
     async def _launch(self, chunks: list[Chunk], now: float) -> None:
         if self.recorder is not None:

@@ -1,0 +1,241 @@
+"""The command: systems side by side, tables, plots and JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from bench.daemon import Served, running
+from bench.percentiles import Percentiles
+from bench.progress import Progress
+from bench.throughput import main
+from bench.throughput_report import large_only, number, ratio, report
+from bench.window import Window
+from tests.bench.fake_server import FakeServer
+from tests.daemon.instance import scripts
+
+pytestmark = pytest.mark.timeout(180)
+WINDOW = ["--seconds", "0.4", "--settle", "0.1", "--workload", "10/40"]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("t")
+    chance = 'models = ["small", "large"]\nalgorithm = "bernoulli"\nparams = { p = 0.3 }'
+    with running(folder, scripts(folder, delay_ms=2.0, **{"routes.chance": chance})) as daemon:
+        yield daemon
+
+
+@contextmanager
+def threaded(server: FakeServer, folder: Path) -> Iterator[str]:
+    """Serve beside the command, which has an event loop of its own."""
+    ready: list[str] = []
+    started, ended = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        async with server.served(folder, tcp=True) as url:
+            ready.append(url)
+            started.set()
+            await asyncio.to_thread(ended.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        started.wait()
+        yield ready[0]
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_side_by_side(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    ours = [
+        "--target",
+        f"ours=unix:{served.socket}",
+        "--control",
+        str(served.control),
+        "--model",
+        "chance",
+        "--model",
+        "large",
+    ]
+    with threaded(FakeServer(), tmp_path) as url:
+        arguments = [
+            *ours,
+            "--url",
+            url,
+            "--gpus",
+            "2",
+            "--streams",
+            "1,2",
+            *WINDOW,
+            "--cut",
+            "30",
+            "--output",
+            str(out),
+        ]
+        assert main(arguments) == 0
+    captured = capsys.readouterr()
+    content = json.loads((out / "throughput.json").read_text())
+    foreign = f"{url.removeprefix('http://')} fake"
+    names = [(window["system"], window["streams"]) for window in content["windows"]]
+    assert names == [(system, count) for count in (1, 2) for system in ("ours chance", "ours large", foreign)]
+    assert content["command"].startswith("python -m bench.throughput --target ours=")
+    assert content["failures"] == []
+    assert content["settings"] == {"seconds": 0.4, "settle": 0.1, "cut": 30, "seed": 0}
+    assert {"hardware", "versions", "commit"} <= content.keys()
+    text = (out / "throughput.md").read_text()
+    assert text.strip() == captured.out.strip()
+    assert "## 10/40, answers cut to 30" in text
+    assert "| x ours large |" in text
+    rows = [line for line in text.splitlines() if line.startswith("| ours large | 2 |")]
+    assert len(rows) == 2
+    assert rows[0].split(" | ")[3] == "1.00"
+    assert "large 100.0" in rows[1]
+    assert "[6/6] " in captured.err
+    assert "\r" not in captured.err
+    with Image.open(out / "throughput-1.png") as picture:
+        assert picture.width > 1000
+    assert (out / "throughput-1.svg").exists()
+
+
+def test_all_that_a_server_lists(served: Served, tmp_path: Path) -> None:
+    target = ["--target", f"t=unix:{served.socket}", "--streams", "1", *WINDOW, "--no-plots", "--output", str(tmp_path)]
+    assert main(target) == 0
+    windows = json.loads((tmp_path / "throughput.json").read_text())["windows"]
+    assert {window["system"] for window in windows} == {
+        f"t {name}" for name in ("small", "large", "demo", "strict", "chance")
+    }
+    assert {window["extra"].get("large") for window in windows} == {None, "large"}
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_a_system_that_fails_leaves_the_others(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with threaded(FakeServer(fault="status", sound=3), tmp_path) as url:
+        arguments = ["--target", f"broken={url}", "--target", f"t=unix:{served.socket}", "--model", "small"]
+        arguments += ["--streams", "1,2", *WINDOW, "--no-plots", "--output", str(tmp_path)]
+        assert main(arguments) == 1
+    content = json.loads((tmp_path / "throughput.json").read_text())
+    assert [window["system"] for window in content["windows"]] == ["t small", "t small"]
+    ((system, reason),) = content["failures"]
+    assert system == "broken fake"
+    assert reason.startswith(f"{url}: POST /v1/completions: HTTP 503: the model is gone")
+    assert "left out" in capsys.readouterr().err
+    assert "broken fake failed: " in (tmp_path / "throughput.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name a system with --target"),
+        (["--model", "a"], "comes after the --target"),
+        (["--target", "http://x"], "expected NAME=URL"),
+        (["--url", "ftp://x"], "ftp://x: expected http"),
+        (["--url", "unix:x", "--workload", "lwo"], "neither low, high, agent"),
+        (["--url", "unix:x", "--streams", "0"], "expected numbers from 1 on"),
+        (["--url", "unix:x", "--seconds", "-1"], "above 0"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--output", "x", *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_servers_that_cannot_be_asked(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["--no-plots", "--output", str(tmp_path)]
+    assert main(["--url", f"unix:{tmp_path}/none", *common]) == 1
+    assert f"throughput: unix:{tmp_path}/none: cannot connect" in capsys.readouterr().err
+    assert main(["--url", f"unix:{served.socket}", "--model", "huge", *common]) == 1
+    assert "serves no huge; it has " in capsys.readouterr().err
+    assert main(["--url", f"unix:{served.socket}", "--control", str(tmp_path / "none"), *common]) == 1
+    assert f"throughput: no daemon answers at {tmp_path}/none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("first", ["--experiment", "--report=DIR"])
+def test_experiments_are_reached(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("bench.experiments")
+    asked: list[list[str]] = []
+    module.main = lambda arguments: asked.append(arguments) or 7  # type: ignore[attr-defined, func-returns-value]
+    monkeypatch.setitem(sys.modules, "bench.experiments", module)
+    assert main([first, "a", "--output", "x"]) == 7
+    assert asked == [[first, "a", "--output", "x"]]
+
+
+def window(
+    system: str, streams: int, rate: float, *, large: str = "", models: dict[str, float] | None = None
+) -> Window:
+    times = Percentiles(1234.5, 1.25, 10, 100)
+    return Window(
+        system=system,
+        workload="low",
+        streams=streams,
+        seconds=20.0,
+        tokens_per_second=rate,
+        ttft_ms=times,
+        gap_ms=times,
+        request_ms=None,
+        requests=0,
+        tokens_per_model=models or {},
+        handoffs_per_100=None,
+        batch={},
+        step_ms={},
+        busy={},
+        gpu_seconds_per_1000=1000 / rate,
+        large_forwards_per_1000=None,
+        ideal=2 * rate,
+        extra={"gpus": 1, "ttft_of": "start"} | ({"large": large} if large else {}),
+    )
+
+
+def test_report() -> None:
+    windows = [
+        window("routed", 4, 300.0, large="big", models={"tiny": 200.0, "big": 100.0}),
+        window("alone", 4, 120.0, large="big", models={"big": 120.0}),
+        window("other", 8, 50.0),
+    ]
+    assert large_only(windows) == "alone"
+    assert large_only(windows[:1]) == ""
+    assert [ratio(one, windows, "alone") for one in windows] == [2.5, 1.0, None]
+    text = report(windows, "# Head")
+    assert text.startswith("# Head\n")
+    assert "| routed | 4 | 300 | 2.50 | 75 | 1,234; 1.25, 10, 100* | 1,234; 1.25, 10, 100 | - | 0 |" in text
+    assert "| routed | 4 | tiny 66.7, big 33.3 | - | - | - | - | - | - | 50% | 3.33 | - |" in text
+    assert "| other | 8 | 50 | - | 6.25 |" in text
+
+
+def test_numbers() -> None:
+    assert [number(value) for value in (12345.6, 99.94, 1.2345, 0.01234)] == ["12,346", "99.9", "1.23", "0.0123"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress() -> None:
+    plain, terminal = io.StringIO(), Terminal()
+    for stream in (plain, terminal):
+        progress = Progress(4, stream)
+        progress.show("one, which is long", 0.5)
+        progress.done("one: 5")
+        progress.show("two", 1.0)
+    assert plain.getvalue() == "[1/4] one: 5\n"
+    bars = terminal.getvalue().split("\r")
+    assert bars[1].startswith("[####..........................] 1/4 one, which is long: 50%")
+    assert bars[2].endswith("\n")
+    assert len(bars[2].rstrip("\n")) >= len(bars[1].rstrip())
+    assert bars[3].startswith("[###############...............] 2/4 two: 100%")

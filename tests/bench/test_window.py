@@ -1,0 +1,170 @@
+"""Windows of a daemon with scripted models: clients' view, the models' own counts, and what follows from both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from bench.counters import Scrape, over_control, page
+from bench.daemon import Link, Served, running
+from bench.endpoint import Address, Connection
+from bench.ideal import ideal
+from bench.percentiles import Percentiles
+from bench.target import ModelCounters, Target
+from bench.window import Window, measure
+from bench.workloads import Workload, find
+from tests.bench.fake_server import FakeServer
+from tests.daemon.instance import scripts
+from trouterd.api.batching import _learned
+from trouterd.batching.bound import ideal as bound
+from trouterd.batching.network import Network, StepTime
+from trouterd.metrics import merge
+
+pytestmark = pytest.mark.timeout(180)
+STEP_MS = {"small": 4.0, "large": 12.0}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("w")
+    chance = 'models = ["small", "large"]\nalgorithm = "bernoulli"\nparams = { p = 0.35 }'
+    config = scripts(folder, delay_ms=STEP_MS["small"], large_delay_ms=STEP_MS["large"], **{"routes.chance": chance})
+    with running(folder, config) as daemon:
+        yield daemon
+
+
+def target(served: Served, model: str, link: Link | None = None) -> Target:
+    counters = over_control(link, ["small", "large"]) if link else None
+    return Target(f"trouterd {model}", f"unix:{served.socket}", model, 1, counters=counters, large="large")
+
+
+@pytest.mark.parametrize("control", [False, True])
+async def test_a_route(served: Served, control: bool) -> None:
+    parts: list[float] = []
+    with closing(Link(served)) as link:
+        goal = target(served, "chance", link if control else None)
+        window = await measure(goal, find("20/60"), 3, seconds=1.5, settle=0.3, progress=parts.append)
+    assert parts[0] == 0
+    assert parts[-1] == pytest.approx(1)
+    assert parts == sorted(parts)
+    assert (window.system, window.workload, window.streams) == ("trouterd chance", "20/60", 3)
+    assert window.seconds >= 1.5
+    counted = window.extra["counted"]
+    assert isinstance(counted, float)
+    assert window.tokens_per_second == pytest.approx(counted, rel=0.35)
+    assert sum(window.tokens_per_model.values()) == pytest.approx(counted)
+    assert window.handoffs_per_100 is not None
+    assert window.handoffs_per_100 == pytest.approx(200 * window.tokens_per_model["large"] / counted, rel=0.1)
+    assert all(window.step_ms[name] >= least for name, least in STEP_MS.items())
+    assert all(0.5 <= size <= 3 for size in window.batch.values())
+    assert all(0 < part <= 1.1 for part in window.busy.values())
+    assert window.gap_ms is not None
+    assert window.gap_ms.p50 <= window.gap_ms.p95 <= window.gap_ms.p99
+    assert window.requests > 0
+    assert window.ttft_ms is not None
+    assert window.request_ms is not None
+    assert window.request_ms.mean > window.ttft_ms.mean
+    assert window.gpu_seconds_per_1000 == pytest.approx(1000 / window.tokens_per_second)
+    assert window.large_forwards_per_1000 is not None
+    assert 0 < window.large_forwards_per_1000 < 1000
+    assert window.ideal is not None
+    assert window.tokens_per_second < 1.35 * window.ideal
+    assert isinstance(window.extra["handoff_ms"], float)
+    assert msgspec.convert(json.loads(json.dumps(asdict(window))), Window) == window
+
+
+async def test_the_large_model_alone(served: Served) -> None:
+    window = await measure(target(served, "large"), find("20/4000"), 2, seconds=0.6, settle=0.2)
+    assert set(window.tokens_per_model) == {"large"}
+    assert window.large_forwards_per_1000 == pytest.approx(500, rel=0.05)
+    assert window.batch["large"] == pytest.approx(2, rel=0.05)
+    assert window.handoffs_per_100 == 0
+    assert window.requests == 0
+    assert window.request_ms is None
+    assert window.extra["ttft_of"] == "start"
+    assert window.ttft_ms is not None
+    assert window.ideal == pytest.approx(2000 / window.step_ms["large"], rel=0.05)
+
+
+async def test_turns_meet_the_prefix_cache(served: Served) -> None:
+    """The second turn's prompt holds the first one's answer as the model has written it, so that all of it is in the cache."""
+    workload = Workload("turns", ((64, 32), (16, 32)), system=32)
+    connection = Connection(Address.of(f"unix:{served.socket}"))
+    pages = [await page(connection)]
+    window = await measure(target(served, "small"), workload, 2, seconds=1.0, settle=0.2)
+    pages.append(await page(connection))
+    connection.close()
+    assert window.requests > 4
+    before, after = (Scrape.of(*found) for found in pages if found)
+    fed, prompts, written = (
+        after.total(name) - before.total(name)
+        for name in ("worker_rows_total", "prompt_tokens_total", "generation_tokens_total")
+    )
+    assert fed < 0.6 * (prompts + written)
+
+
+async def test_a_foreign_server_says_nothing_of_itself(tmp_path: Path) -> None:
+    async with FakeServer(length=7).served(tmp_path, tcp=True) as url:
+        window = await measure(Target("other", url, "fake", 4), find("5/50"), 2, seconds=0.3, settle=0.05)
+    assert window.tokens_per_second > 0
+    assert window.gpu_seconds_per_1000 == pytest.approx(4000 / window.tokens_per_second)
+    assert (window.tokens_per_model, window.batch, window.step_ms, window.busy) == ({}, {}, {}, {})
+    assert (window.ideal, window.handoffs_per_100, window.large_forwards_per_1000) == (None, None, None)
+    assert window.extra["gpus"] == 4
+    assert int(window.extra["short_answers"]) >= window.requests > 0
+
+
+async def test_prompts_of_windows_differ(tmp_path: Path) -> None:
+    server = FakeServer()
+    async with server.served(tmp_path) as url:
+        for _ in range(2):
+            await measure(Target("other", url, "fake", 1), find("12/3"), 1, seconds=0.05, settle=0.01)
+    prompts = [tuple(body["prompt"]) for body in server.bodies if body["max_tokens"] == 3]
+    assert len(set(prompts)) == len(prompts)
+
+
+def test_percentiles() -> None:
+    assert Percentiles.of([]) is None
+    assert Percentiles.of([0.001, 0.003]) == Percentiles(2.0, 2.0, pytest.approx(2.9), pytest.approx(2.98))
+
+
+def spent(decisions: int, share: float, step_ms: float, batch: float, tokens: int) -> ModelCounters:
+    requests = round(decisions * share)
+    steps = round(requests / batch)
+    return ModelCounters(tokens, steps, requests, steps * step_ms / 1e3, 0)
+
+
+def test_ideal_by_means_is_the_bound_of_the_published_pair() -> None:
+    network = Network.pair([StepTime.affine(6.0e-3), StepTime.affine(27.9e-3)], 0.35)
+    small, large = network.shares
+    decisions = 135_000
+    models = {
+        "small": spent(decisions, small, 6.0, 1.8, round(decisions * small * 0.65)),
+        "large": spent(decisions, large, 27.9, 2.4, round(decisions * large)),
+    }
+    assert ideal(models, 4, None) == pytest.approx(bound(network, 4) * network.tokens_per_step, rel=1e-3)
+    assert ideal(models, 4, None) == pytest.approx(253.7, rel=1e-3)
+
+
+def test_ideal_by_what_the_controller_has_learned() -> None:
+    """Step times without contention, and contention: the window's own mean has that in it already."""
+    times = [StepTime.affine(1e-3, 1e-5), StepTime.affine(15e-3, 2e-5)]
+    network = Network.pair(times, 0.35, contention=(1.8, 0.06), names=("small", "large"))
+    learned = Scrape.of(0.0, merge(_learned([network])).decode())
+    models = {
+        "small": spent(135_000, network.shares[0], 2.4, 3.0, round(135_000 * network.shares[0] * 0.65)),
+        "large": spent(135_000, network.shares[1], 15.4, 12.0, round(135_000 * network.shares[1])),
+    }
+    expected = bound(network, 16) * network.tokens_per_step
+    assert ideal(models, 16, learned) == pytest.approx(expected, rel=1e-3)
+    assert ideal(models, 16, None) != pytest.approx(expected, rel=0.05)
+    del models["small"]
+    alone = ideal({"large": replace(models["large"], tokens=models["large"].step_requests)}, 16, learned)
+    assert alone == pytest.approx(16 / 15.4e-3, rel=1e-3)
+    assert ideal({}, 16, learned) is None
