@@ -123,7 +123,9 @@ class OpenedFleet:
     def _plan(self, case: Case, pattern: Pattern | Mixture | None) -> Plan:
         if pattern is None:
             raise CaseError(f"{case.subject} is no pattern with known rates")
-        network = pattern.network(self._steps.of(case.workload, self._setup.names), self._contention)
+        network = pattern.network(
+            self._steps.of(case.workload, self._setup.names), self._contention, self._setup.handoff
+        )
         factor = float(case.batching.removeprefix(SCALED)) if case.batching.startswith(SCALED) else 1.0
         return planned(network, case.streams, factor)
 

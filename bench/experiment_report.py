@@ -55,8 +55,9 @@ _NOTES = """\
   *eager*: every launch takes what is ready.
 - *x large*: token/s by those of the large model alone, same workload and streams, same run; \\* another run on the same kind
   of card. *of ideal*: of the bound that no policy exceeds, for the window's own step times and routing.
-- *Std. Serving*: a dispatcher outside of the servers asks for one token a call, by the same draws, over the same daemon's
-  models. No head runs for it, which is to its advantage.
+- *Std. Serving*: a dispatcher outside of the servers asks for one token a call, by the same draws, of the same daemon's models
+  (with `--std-servers` of a daemon for each). No head runs for it, which is to its advantage.
+- `3072/32768`: the middle of answers of 8,192 tokens, whose first 3,072 come as a prompt, since a window is too short for all.
 - N: requests in flight, closed loop. GPU-s: GPUs that the system keeps times seconds.
 """
 

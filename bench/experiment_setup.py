@@ -32,6 +32,7 @@ class Setup:
         tensor_parallel: GPUs of each model.
         model_settings: TOML lines for every model's table.
         settings: TOML lines of the whole configuration.
+        handoff: seconds of one, for plans.
     """
 
     sources: tuple[str, ...]
@@ -39,6 +40,7 @@ class Setup:
     tensor_parallel: tuple[int, ...]
     model_settings: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
+    handoff: float = 0.0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -47,8 +49,9 @@ class Setup:
 
     @property
     def pair(self) -> str:
-        """For tables and file names: the models' sources in short."""
-        return "+".join(short(source) for source in self.sources)
+        """For tables and file names: the models' sources in short, with the number of their GPUs where it is not one."""
+        columns = zip(self.sources, self.tensor_parallel, strict=True)
+        return "+".join(short(source) + (f"-TP{gpus}" if gpus > 1 else "") for source, gpus in columns)
 
     @property
     def models(self) -> tuple[ModelSpec, ...]:

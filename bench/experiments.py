@@ -10,7 +10,7 @@ c  from 1 stream to 128
 d  the price of a hand-off: switching after every n tokens
 e  wrong thresholds of delayed batching
 f  one card, with and without limits, or a card each
-g  answers of 2,048 tokens, and the rest of answers of 8,192 from their 3,072nd token on
+g  answers of 2,048 tokens, and the middle of answers of 8,192, from their 3,072nd token on
 h  quality, share and throughput of every algorithm, on the demo pair
 
 Windows are measured by importance as long as --budget lasts, and the file is written after each of them. --list says what would be
@@ -60,9 +60,12 @@ _STAGES: dict[str, Callable[[Scope], list[Stage]]] = {
 }
 QUALITY = "h"
 _USUAL = ("low",)
-_LONG = "3072/5120"
-"""The rest of an answer of 8,192 tokens, whose first 3,072 come as a prompt: a window is too short for all of it."""
+_LONG = "3072/32768"
+"""The middle of answers of 8,192 tokens, whose first 3,072 come as a prompt, since a window is too short for all of them. They
+are so long that hardly any ends in it."""
 _WORKLOADS = {"a": (*_USUAL, "agent", _LONG), "g": (*_USUAL, _LONG)}
+_HANDOFF_MS = 0.3
+"""About what one takes between idle processes (docs/performance.md)."""
 _FOREVER = 1e9
 
 
@@ -160,6 +163,7 @@ def _scope(options: argparse.Namespace) -> Scope:
         _each("--tensor-parallel", options.tensor_parallel, len(sources)),
         (*([f"context_length = {options.context}"] if options.context else []), *options.model_set),
         tuple(options.set),
+        options.handoff_ms / 1e3,
     )
     workloads = options.workloads or _WORKLOADS.get(options.experiment, _USUAL)
     for workload in workloads:
@@ -223,6 +227,7 @@ def _parser() -> argparse.ArgumentParser:
     windows.add_argument(
         "--step", type=Path, action="append", default=[], metavar="FILE", help="of bench.step, per model: for plans"
     )
+    windows.add_argument("--handoff-ms", type=float, default=_HANDOFF_MS, metavar="MS", help="for plans (0.3)")
     windows.add_argument(
         "--step-context", type=int, default=1024, metavar="TOKENS", help="that is taken of them (1024)"
     )

@@ -76,9 +76,9 @@ class Pattern:
             settings["dtype"] = "bfloat16"
         return params | {"head": self.head, "settings": settings}
 
-    def network(self, step_times: Sequence[StepTime], contention: Sequence[float] = ()) -> Network:
-        """The throughput model's view."""
-        return Network.pair(step_times, self.p, self.q, contention=contention)
+    def network(self, step_times: Sequence[StepTime], contention: Sequence[float], handoff: float) -> Network:
+        """The throughput model's view; a hand-off takes `handoff` seconds."""
+        return Network.pair(step_times, self.p, self.q, contention=contention, handoff=handoff)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +115,12 @@ class Mixture:
         del folder, inputs, device
         return {"weights": list(self.weights)}
 
-    def network(self, step_times: Sequence[StepTime], contention: Sequence[float] = ()) -> Network:
+    def network(self, step_times: Sequence[StepTime], contention: Sequence[float], handoff: float) -> Network:
         """The throughput model's view: whoever wrote a token, the next one's writer is drawn by the weights."""
         total = sum(self.weights)
         row = tuple(weight / total for weight in self.weights)
         routing: Matrix = (row,) * len(row)
-        return Network(tuple(step_times), routing, keep_commit(len(row)), tuple(contention))
+        return Network(tuple(step_times), routing, keep_commit(len(row)), tuple(contention), handoff=handoff)
 
 
 R2R = Pattern("R2R, p = 0.35", "r2r-35", "r2r", 0.35)

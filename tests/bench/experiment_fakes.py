@@ -39,9 +39,8 @@ def window(case: Case, rate: float, **fields: Any) -> dict[str, Any]:
 
 
 def case(subject: str, streams: int, batching: str = "", system: str = TROUTERD, **fields: Any) -> Case:
-    return Case(
-        **{"system": system, "workload": "low", "subject": subject, "streams": streams, "batching": batching} | fields
-    )
+    given: dict[str, Any] = {"system": system, "workload": "low", "subject": subject, "streams": streams}
+    return Case(**given | {"batching": batching} | fields)
 
 
 def record(one: Case, rate: float, **facts: Any) -> Record:

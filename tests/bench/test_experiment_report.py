@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
-from bench import experiments
-from bench.experiment_case import STD, Record
+from bench import experiment_peer, experiments
+from bench.experiment_case import STD, CaseError, Record, cost
 from bench.experiment_group import Group
 from bench.experiment_markdown import cell, table
-from bench.experiment_report import TITLES, write_report
+from bench.experiment_peer import peer
+from bench.experiment_report import TITLES, side_by_side, write_report
 from bench.experiment_result import Result
+from bench.experiment_scope import Scope
+from bench.experiment_setup import Setup
 from bench.experiment_targets import TARGETS, targets_table
 from bench.experiment_time import handoff_price, spent
-from bench.patterns import DRAWN
+from bench.patterns import DRAWN, PATTERNS
+from bench.vllm_peer import PeerCase
 from tests.bench.experiment_fakes import case, record, result
 
 R2R = "r2r-35"
@@ -113,6 +118,61 @@ def test_targets_are_for_one_pair_on_one_card() -> None:
         assert targets_table([Group([result("a", compared(), **other)])]) == ""
 
 
+def test_the_peer_has_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {}
+
+    def run(folder: Path, **options: Any) -> list[PeerCase]:
+        asked.update(options, folder=folder)
+        return [
+            PeerCase("vllm std serving", 4, 0.35, 100.0, 20.0, 90.0),
+            PeerCase("vllm std serving", 4, 0.1, 200.0, 20.0, 60.0),
+            PeerCase("vllm large alone", 4, None, 210.0, None, None),
+        ]
+
+    monkeypatch.setattr(experiment_peer, "run_std_serving", run)
+    setup = Setup(("Qwen3-0.6B", "Qwen3-32B"), ("cuda:0", "cuda:0"), (1, 1))
+    scope = Scope(setup, ("low",), (4, 16), PATTERNS, 4.0, 20.0)
+    stage = peer(scope, tmp_path, (4, 16), 14)
+    assert all(cost(one, 20.0) == 0 for one in stage.cases)
+    subjects = dict.fromkeys(one.subject for one in stage.cases)
+    assert list(subjects) == [
+        "r2r-35",
+        "r2r-10",
+        "citer",
+        "collm",
+        "r2r-27",
+        "large",
+    ]  # not R-Stitch, whose peer writes on
+    records = compared()
+    with stage.open(tmp_path) as opened:
+        for one in stage.cases:
+            if one.streams == 4 and one.subject in ("r2r-35", "r2r-10", "large"):
+                records.append(opened.record(one, measure=lambda *_: {}))
+        with pytest.raises(CaseError, match="did not come to it"):
+            opened.record(stage.cases[1], measure=lambda *_: {})
+    assert asked["shares"] == [0.35, 0.1, 0.135, 0.54, 0.27]
+    assert (asked["small"], asked["large"], asked["streams"]) == ("Qwen3-0.6B", "Qwen3-32B", (4, 16))
+    text = write_report(saved(tmp_path, result("a", records)))
+    four, *_ = rows(text, "Std. Serving on vLLM")
+    assert four[1:6] == ["4", "3.7", "4.7", "4", "first met"]
+    assert rows(text, "std serving on vLLM", "large only")[0][5] == "210"
+
+
+def test_cards_of_their_own_beside_a_shared_one() -> None:
+    def places(placement: str) -> Result:
+        return result(
+            "f", [record(case("large", 4), 200.0), record(case(R2R, 4, "planned"), 400.0)], placement=placement
+        )
+
+    shared, separate = side_by_side([places("shared"), places("separate")])
+    group = Group([shared, separate])
+    assert {one.case.system for one in group.windows} == {"trouterd", "a card each"}
+    (one,) = group.select(system="a card each", subject=R2R)
+    assert str(group.ratio(one)) == "2.00\\*"
+    alone = places("separate")
+    assert side_by_side([alone, result("a", [])]) == [alone, result("a", [])]
+
+
 def test_where_the_time_goes() -> None:
     """The fake window has one request in a step of either model for half of the time."""
     group = Group([result("a", compared())])
@@ -144,7 +204,7 @@ def others() -> list[Result]:
         for way, rate in (("planned", 400), ("planned x 0.5", 300), ("planned x 2", 350), ("eager", 200))
     ]
     places = [record(case(R2R, 16, "planned", system=name), 400) for name in ("trouterd", "large at 80 %", "no MPS")]
-    long = [record(case(R2R, 4, "planned", workload=name), rate) for name, rate in (("low", 400), ("3072/5120", 380))]
+    long = [record(case(R2R, 4, "planned", workload=name), rate) for name, rate in (("low", 400), ("3072/32768", 380))]
     large = record(case("large", 1), 50.0)
     return [
         result("b", ablation),

@@ -158,6 +158,7 @@ def test_setups() -> None:
     assert setup("cuda:0", "cuda:0").placement == "shared"
     assert setup("cuda:0", "cuda:1").placement == "separate"
     assert setup("cuda:0", "cuda:0", tensor_parallel=(1, 2)).placement == "shared"
+    assert setup("cuda:0", "cuda:0", tensor_parallel=(1, 2)).pair == "Qwen3-0.6B+Qwen3-32B-TP2"
     assert setup("cuda:0", "cuda:0").contention == (1.8, 0.06)
     assert setup("cuda:0", "cuda:1").contention == ()
     assert [short(source) for source in ("builtin:small", "script:6", "/models/Qwen3-8B/")] == [
