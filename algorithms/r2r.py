@@ -20,7 +20,7 @@ from algorithms.base import Algorithm, Definition, ReturnAfterOne, RouteContext,
 from algorithms.head_threshold import Threshold, choose, in_force
 from algorithms.r2r_router import RouterFile
 from algorithms.registry import AlgorithmError
-from models.cuda.router_head import MOST_ROWS, largest
+from models.cuda.router_head import MOST_ROWS, has_values, largest
 
 _SERVER = "the official server takes 0.5 unless told otherwise"
 
@@ -83,7 +83,8 @@ class R2REntry(Algorithm):
     def _judge(self, step: StepResult) -> tuple[torch.Tensor, torch.Tensor]:
         """Probabilities and decisions."""
         given, head, embedding = step.params["threshold"], self._router.head, self._embedding
-        if head is not None and embedding is not None and len(step.tokens) <= MOST_ROWS:
+        small = len(step.tokens) <= MOST_ROWS and has_values(step.hidden)
+        if head is not None and embedding is not None and small:
             return head(step.hidden, step.tokens, embedding, step.logits, given, self._default)
         top = largest(step.logits, self._top) if self._top else None
         embedded = None if embedding is None else embedding[step.tokens]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from models.cuda.kernels.overlap import can_overlap
 
@@ -120,11 +121,16 @@ def make_head(
 
 def largest(logits: torch.Tensor, count: int) -> torch.Tensor:
     """[R, count] the largest of [R, V] float32 logits in each row, falling."""
-    if count <= _MOST_TOP and _runs_on(logits.device) and logits.stride(-1) == 1:
+    if count <= _MOST_TOP and _runs_on(logits.device) and logits.stride(-1) == 1 and has_values(logits):
         from models.cuda.kernels.top_values import top_values
 
         return top_values(logits, count)[:, :count]
     return logits.topk(count, dim=-1).values
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """False for one that has a shape only, as an algorithm is tried with: a kernel would read from nowhere."""
+    return not isinstance(tensor, FakeTensor)
 
 
 def _is_power(number: int, least: int, most: int) -> bool:

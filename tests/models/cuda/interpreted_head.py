@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run test_interpreted.py"
 
@@ -111,6 +112,23 @@ def test_head_equals_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows
     assert rows == 1 or len(set(side.route(given).tolist())) == 2
     median = float(p.median())
     assert side.route(step(rows, sizes.hidden, median)).tolist() == (p >= median).long().tolist()
+
+
+def test_rows_without_values_meet_no_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a worker tries a route at its start: a kernel would read from address 0, which ends all processes on a shared GPU."""
+    monkeypatch.setattr(router_head, "_DTYPE", torch.float32)
+    sizes = Sizes(512, blocks=1)
+    side = entry(router_file(tmp_path / "router.pt", sizes, threshold=0.08), sizes, torch.zeros((V, sizes.hidden)))
+    assert side._router.head is not None
+
+    def launched(*_: object, **__: object) -> None:
+        raise AssertionError("a kernel was launched")
+
+    monkeypatch.setattr("triton.runtime.interpreter.GridExecutor.__call__", launched)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        answer = side.route(step(3, sizes.hidden, 0.5))
+    assert answer.shape == (3,)
+    assert answer.dtype == torch.int64
 
 
 @pytest.mark.parametrize(
