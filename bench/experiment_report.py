@@ -86,6 +86,9 @@ def _lead(results: Sequence[Result]) -> Iterable[str]:
         yield DRAWN
         if any(result.head.get("heads") is False for result in results):
             yield _NO_HEADS
+    for result in results:
+        if note := result.head.get("note"):
+            yield f"\n**Experiment {result.head['experiment']}, {result.head['started']}**: {note}"
 
 
 def _grouped(results: Sequence[Result]) -> list[Group]:

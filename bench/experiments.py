@@ -137,7 +137,8 @@ def _quality(options: argparse.Namespace) -> int:
 
 def _head(options: argparse.Namespace, device: str) -> dict[str, object]:
     origin = surroundings(torch.device(device))
-    return {"experiment": options.experiment, "started": now(), "command": options.command, **origin}
+    facts = {"experiment": options.experiment, "started": now(), "command": options.command, **origin}
+    return facts | ({"note": options.note} if options.note else {})
 
 
 def _list(stages: Sequence[Stage], seconds: float, budget: float) -> None:
@@ -223,6 +224,9 @@ def _parser() -> argparse.ArgumentParser:
     windows.add_argument("--learn", type=float, default=20.0, metavar="S", help="the same for the controller (20)")
     windows.add_argument("--only", type=_words, default=(), metavar="KEYS", help="windows by key, with * and ?")
     windows.add_argument("--budget", type=float, default=_FOREVER, metavar="S", help="for everything")
+    windows.add_argument(
+        "--note", default="", metavar="TEXT", help="what is particular to this run; the report begins with it"
+    )
     windows.add_argument("--list", action="store_true", help="say what would be measured, and how long it takes")
     windows.add_argument(
         "--step", type=Path, action="append", default=[], metavar="FILE", help="of bench.step, per model: for plans"

@@ -90,6 +90,14 @@ def test_two_runs_in_one_report(tmp_path: Path) -> None:
     assert write_report(tmp_path) == text
 
 
+def test_a_run_that_is_particular_says_so_first(tmp_path: Path) -> None:
+    usual, odd = result("a", compared()), result("a", compared(), "2026-01-02T03:04:05Z", note="no head ran")
+    text = write_report(saved(tmp_path, usual, odd))
+    before, _ = text.split("# Throughput", 1)
+    assert "**Experiment a, 2026-01-02T03:04:05Z**: no head ran" in before
+    assert before.count("**Experiment") == 1
+
+
 def test_targets_say_met_and_missed() -> None:
     group = Group([result("a", compared())])
     text = targets_table([group])
