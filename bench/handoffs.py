@@ -200,7 +200,6 @@ async def hand_to_and_fro(load: Load, profile: cProfile.Profile | None) -> list[
         for side in sides:
             side.spans.clear()
         gc.collect()
-        gc.freeze()
         if profile is not None:
             profile.enable()
         await sides[1].handed_back(load.cycles)
