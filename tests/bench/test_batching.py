@@ -13,6 +13,7 @@ from bench.neighbours import Neighbours, ticks
 from trouterd import settings
 
 
+@pytest.mark.slow
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batching, "_REPEATS", 1)
     monkeypatch.setattr(batching, "_LISTED", 16)

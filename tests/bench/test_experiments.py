@@ -23,6 +23,7 @@ def windows(folder: Path) -> dict[str, dict[str, Any]]:
     return {record.case.key: dict(record.window) for one in read_results(folder) for record in one.records}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_algorithms_on_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--experiment", "a", *SCRIPTS, *QUICK, "--streams", "1,2", "--patterns", "r2r-35,r2r-10"]
@@ -52,6 +53,7 @@ def test_algorithms_on_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "script-2+script-8, on the CPU" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_heads_of_the_demo_pair(tmp_path: Path) -> None:
     """CITER's head really runs in the worker, and its decisions are drawn: 13.5 % of the tokens are the large model's."""
@@ -68,6 +70,7 @@ def test_heads_of_the_demo_pair(tmp_path: Path) -> None:
     assert abs(share - 0.135) < 4 * (0.135 * 0.865 / count) ** 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_wrong_thresholds_and_switching(tmp_path: Path) -> None:
     arguments = [*SCRIPTS, *QUICK, "--patterns", "r2r-35", "--output", str(tmp_path)]

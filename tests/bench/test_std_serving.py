@@ -143,6 +143,7 @@ def test_a_client_that_goes_away_ends_its_calls(fleet: Fleet, std: Mapping[str, 
     assert fleet.call("requests")["requests"] == []
 
 
+@pytest.mark.slow
 def test_servers_of_their_own(tmp_path: Path) -> None:
     models = (ModelSpec("small", "script:0"), ModelSpec("large", "script:1"))
     route = RouteSpec("r", ("small", "large"), "bernoulli", "p = 0.5")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import sys
 import threading
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -167,10 +165,13 @@ def test_servers_that_cannot_be_asked(served: Served, tmp_path: Path, capsys: py
 
 @pytest.mark.parametrize("first", ["--experiment", "--report=DIR"])
 def test_experiments_are_reached(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("bench.experiments")
     asked: list[list[str]] = []
-    module.main = lambda arguments: asked.append(arguments) or 7  # type: ignore[attr-defined, func-returns-value]
-    monkeypatch.setitem(sys.modules, "bench.experiments", module)
+
+    def experiments(arguments: list[str]) -> int:
+        asked.append(arguments)
+        return 7
+
+    monkeypatch.setattr("bench.experiments.main", experiments)
     assert main([first, "a", "--output", "x"]) == 7
     assert asked == [[first, "a", "--output", "x"]]
 
