@@ -194,6 +194,26 @@ def test_prompts_are_not_held_back() -> None:
     assert model.rule.due(5.02, in_flight=False) == 0.0
 
 
+@pytest.mark.parametrize("active", [0, 3])
+def test_who_is_held_back_and_goes_away_is_not_counted_on(active: int) -> None:
+    """The next request's hold begins with itself, whether others of the route are still active elsewhere or none is."""
+    model = Model([1, 2], 10.0)
+    model.active.total = 3
+    model.running.append(Item(0))
+    assert model.rule.due(1.0, in_flight=False) > 1.0
+    model.running.clear()
+    model.active.total = active
+    assert model.rule.due(2.0, in_flight=False) == 0.0
+    assert not model.rule.holding
+    model.active.total = 3
+    model.running.append(Item(1))
+    assert model.rule.due(100.0, in_flight=False) > 100.0
+    model.running.append(Item(2))
+    assert model.rule.due(100.5, in_flight=False) == 0.0
+    model.rule.launched([], 100.5)
+    assert model.rule.holds.sum == pytest.approx(0.5)
+
+
 def test_requests_without_room_do_not_count() -> None:
     model = Model([1, 2], 0.05)
     model.active.total = 2

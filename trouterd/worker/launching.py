@@ -107,9 +107,14 @@ class Launching:
         threshold = self.threshold
         if threshold == 1:
             self._ready, self._reason = (), None
+            self._since = self._held = 0.0
             return 0.0
         self._reason = self._why(threshold, now, in_flight)
-        if self._reason is not None or not (self._ready or in_flight):
+        if not (self._ready or in_flight):
+            # Who was held back is gone, and the next one is held back since it came.
+            self._held = 0.0
+            return 0.0
+        if self._reason is not None:
             return 0.0
         self._held = self._held or now
         return self._since + self.linger if self._since else NEVER
