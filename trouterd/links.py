@@ -101,7 +101,7 @@ class Links:
             yield
         finally:
             for outbound in self._out.values():
-                outbound.outbox.release()
+                self._release(outbound.outbox)
 
     def catch_up(self, peer: str) -> None:
         """Receive at once what a process has sent so far."""
@@ -155,6 +155,15 @@ class Links:
             log.error("record from %s dropped: %s", peer, error)
             return
         receive(peer, message)
+
+    def _release(self, outbox: Outbox) -> None:
+        """A ring that refuses keeps no other one from sending."""
+        try:
+            outbox.release()
+        except RingClosedError:
+            pass  # the next send is refused
+        except RingPoisonedError as error:
+            self._break(str(error))
 
     def _break(self, reason: str) -> None:
         log.critical("%s", reason)
