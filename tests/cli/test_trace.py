@@ -150,6 +150,12 @@ def test_summary_reads_no_events(talk: Any, tmp_path: Path, capsys: pytest.Captu
     assert (shown["steps_per_second"], shown["batch"], shown["handoff_ms"]) == (2, 2.5, {"p50": 1, "p99": 2.5})
 
 
+def test_a_summary_says_nothing_of_a_timeline(talk: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    talk(Daemon({"small": summary(dropped=17)}))
+    assert ctl.main(["trace", "--summary"]) == ctl.EXIT_OK
+    assert "timeline" not in capsys.readouterr().out
+
+
 def test_an_interrupt_ends_the_recording_and_keeps_it(
     talk: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -137,11 +137,12 @@ def _print(options: argparse.Namespace, reports: Mapping[str, Any]) -> None:
         sys.stdout.write(f"{json.dumps(reports)}\n")
         return
     sys.stdout.write("".join(f"{line}\n" for line in lines(reports)))
+    if options.summary:
+        return
     for name, model in reports.items():
         if model.get("dropped_events"):
             sys.stdout.write(f"{name}: the timeline lacks the first {model['dropped_events']} events\n")
-    if not options.summary:
-        sys.stdout.write(f"timeline: {options.output}\n")
+    sys.stdout.write(f"timeline: {options.output}\n")
 
 
 def _seconds(text: str) -> float:
