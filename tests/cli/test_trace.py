@@ -48,7 +48,7 @@ def test_every_event_has_its_place() -> None:
     assert names == {(1, "small"), (2, "large")}
     slices = [(r["pid"], r["tid"], r["name"], r["ts"], r["dur"]) for r in rows if r["ph"] == "X"]
     assert slices == [
-        (1, MODEL, "held by delayed batching", 0, 5e5),
+        (1, MODEL, "held by delayed batching or turns", 0, 5e5),
         (1, LOOP, "launch", 5e5, 125e3),
         (1, MODEL, "prefill step", 5e5, 5e5),
         (2, SENT, "to small", 25e4, 0.5),

@@ -15,7 +15,7 @@ MODEL, LOOP, SENT = 1, 2, 3
 _ROWS = {MODEL: "model", LOOP: "decode loop", SENT: "hand-offs sent"}
 _IDLE = {
     State.LOOP: "waits for the loop",
-    State.HELD: "held by delayed batching",
+    State.HELD: "held by delayed batching or turns",
     State.NO_ROOM: "no room in the KV pool",
     State.NOTHING: "nothing ready",
 }

@@ -32,7 +32,7 @@ BUSY to NOTHING READY are shares of the time and add up to 100 %:
   BUSY           the device computes
   OVERHEAD       a step is being launched, or its end has not been noticed yet
   LOOP           requests are ready, and the decode loop has not launched them yet
-  HELD           requests are ready, and delayed batching waits for more
+  HELD           requests are ready, and delayed batching waits for more, or it is another model's turn (batching.overlap)
   NO ROOM        requests are here, and the KV pool has no room for them
   NOTHING READY  no request is here
 BATCH is requests with a token per step, PREFILL the share of BUSY that fed prompts; P50 and P99 are of the time from

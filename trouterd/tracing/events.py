@@ -22,7 +22,7 @@ class State(Enum):
     LOOP = "loop"
     """Requests are ready, and the decode loop has not come to launch them yet."""
     HELD = "held"
-    """Requests are ready, and delayed batching waits for more."""
+    """Requests are ready, and delayed batching waits for more; with `batching.overlap = false` also: it is another model's turn."""
     NO_ROOM = "no_room"
     """Requests are here, and the KV pool has no room for their next rows."""
     NOTHING = "nothing_ready"

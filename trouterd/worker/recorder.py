@@ -123,7 +123,7 @@ class Recorder:
             self._enter(State.LOOP, self._clock())
 
     def looked(self, in_flight: int, *, held: bool) -> None:
-        """The loop has launched what can be launched now; `held`: delayed batching holds something back."""
+        """The loop has launched what can be launched now; `held`: delayed batching, or whose turn it is, holds something back."""
         now = self._clock()
         self._end_work(now)
         self._note_queues(now)
