@@ -21,6 +21,7 @@ from trouterd.batching.launch import clamp
 from trouterd.batching.network import Network
 from trouterd.batching.plan import plan
 from trouterd.batching.predictor import Predictor
+from trouterd.batching.row_time import fed
 
 AUTO, EAGER, PLANNED = "auto", "eager", "planned"
 SCALED = f"{PLANNED} x "
@@ -123,11 +124,10 @@ class OpenedFleet:
     def _plan(self, case: Case, pattern: Pattern | Mixture | None) -> Plan:
         if pattern is None:
             raise CaseError(f"{case.subject} is no pattern with known rates")
-        network = pattern.network(
-            self._steps.of(case.workload, self._setup.names), self._contention, self._setup.handoff
-        )
+        times = self._steps.of(case.workload, self._setup.names)
+        network = pattern.network([time.decode for time in times], self._contention, self._setup.handoff)
         factor = float(case.batching.removeprefix(SCALED)) if case.batching.startswith(SCALED) else 1.0
-        return planned(network, case.streams, factor)
+        return planned(fed(network, times), case.streams, factor)
 
 
 def planned(network: Network, requests: int, factor: float = 1.0) -> Plan:

@@ -119,6 +119,36 @@ def test_measured_step_times(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert longer["best"]["tokens_per_second"] == pytest.approx(result["best"]["tokens_per_second"] / 2)
 
 
+def test_rows_of_a_visit_take_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rarely handed over: the large model is fed ten rows a visit, by a third number or by extend steps of the file."""
+    rest = ["--concurrency", "16"]
+    start = ["batching", "plan", "--p", "0.1"]
+    plain = answer(capsys, [*start, "--latency-ms", "1,18.28", *rest])
+    rows = [*start, "--latency-ms", "1,18.28+0+.1", *rest]
+    found = answer(capsys, rows)
+    assert found["rows_per_step"] == pytest.approx([1, 10])
+    assert found["best"]["tokens_per_second"] < 0.8 * plain["best"]["tokens_per_second"]
+    # Without routing it takes decode steps.
+    assert found["slowest_alone"]["tokens_per_second"] == pytest.approx(16 / (18.28 + 1.6) * 1e3)
+    assert ctl.main(rows) == ctl.EXIT_OK
+    head = capsys.readouterr().out.splitlines()[0]
+    assert head.endswith("model 1 9.1%; rows per request and step: model 0 1.0, model 1 10.0")
+    assert ctl.main([*rows, "--placement", "shared"]) == ctl.EXIT_OK
+    assert "; rows per request and step: model 0 1.0, model 1 10.0; contention: " in capsys.readouterr().out
+
+    small = step_file(tmp_path / "small.json", {1: 1.0, 16: 1.0})
+    large = step_file(tmp_path / "large.json", {1: 18.38, 16: 19.88})
+    measured = json.loads(large.read_text())
+    measured["extend"] = [
+        {"batch": batch, "count": count, "context": 1024, "wall_ms": 20 + 0.1 * batch * count}
+        for batch in (1, 16)
+        for count in (1, 16)
+    ]
+    large.write_text(json.dumps(measured))
+    files = answer(capsys, [*start, "--step", str(small), "--step", str(large), *rest])
+    assert files["best"]["tokens_per_second"] == pytest.approx(found["best"]["tokens_per_second"], rel=1e-6)
+
+
 OUTLOOK = ["batching", "plan", "--p", "0.35", "--latency-ms", "1+.02,18.2+.038", "--placement", "shared,separate"]
 
 
@@ -193,6 +223,7 @@ def test_files_of_the_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("[" * 100_000, "not a result of bench.step"),
         ('{"decode": []}', "no decode step was measured"),
         ('{"decode": [{"batch": 1, "context": 5, "wall_ms": -1}]}', "not a result of bench.step"),
+        ('{"decode": [], "extend": [{"batch": 1, "context": 5, "wall_ms": 1}]}', "not a result of bench.step"),
         (None, "No such file"),
     ],
 )
@@ -218,6 +249,8 @@ def test_unusable_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], cont
         ([*PAPER[:-1], "2.5"], "--concurrency: expected a whole number"),
         ([*PAPER[:-1], "1000000"], "--concurrency: expected at most 16384, got '1000000'"),
         ([*PAPER, "--latency-ms", "6,-1"], "--latency-ms: expected milliseconds"),
+        ([*PAPER, "--latency-ms", "6,8+1+1+1"], "--latency-ms: expected milliseconds"),
+        ([*PAPER, "--latency-ms", "6,8+1+"], "--latency-ms: expected milliseconds"),
         ([*PAPER, "--handoff-ms", "-1"], "--handoff-ms: expected milliseconds of 0 or more"),
         ([*PAPER, "--placement", "here"], "--placement: expected shared, separate or both, got 'here'"),
         ([*PAPER, "--contention", "nan"], "--contention: expected numbers of 0 or more"),

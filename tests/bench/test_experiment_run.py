@@ -108,7 +108,7 @@ def test_everything_in_order(fake: Fake, tmp_path: Path) -> None:
     assert "[3/6] trouterd/low/r2r-35/planned/1: 100 token/s; gap p99 4.0 ms; B 1, 1; predicted 5" in printed
     # Windows of a model alone are step times for the planner.
     (large,) = steps.of("low", ["large"])
-    assert large.points == ((1.0, 0.015),)
+    assert large.decode.points == ((1.0, 0.015),)
     with pytest.raises(CaseError, match="no step time of the model small"):
         steps.of("low", ["large", "small"])
     (again,) = read_results(tmp_path)

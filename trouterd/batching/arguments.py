@@ -90,7 +90,8 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--latency-ms",
         type=_list_of(_latency),
         metavar="LIST",
-        help="step time of each model, entry first: MS, or MS+MS for what every request of a batch adds",
+        help="step time of each model, entry first: MS, MS+MS for what every request of a batch adds, or MS+MS+MS for what every"
+        " row adds too: a visit feeds a row for each token that the model has missed",
     )
     times.add_argument(
         "--step", type=Path, action="append", metavar="FILE", help="JSON of bench.step, once per model, entry first"
@@ -207,10 +208,13 @@ def _requests(text: str) -> int:
     return count
 
 
-def _latency(text: str) -> tuple[float, float]:
-    base, plus, more = text.partition("+")
-    what = "milliseconds such as 6.0 or 8+0.05"
-    return _number(base, 1e-6, 1e9, what), _number(more, 0, 1e9, what) if plus else 0.0
+def _latency(text: str) -> tuple[float, ...]:
+    """Of a step, of each request, of each row; what is not said is left out."""
+    base, *more = text.split("+")
+    what = "milliseconds such as 6.0, 8+0.05 or 8+0.05+0.02"
+    if len(more) > 2:
+        raise argparse.ArgumentTypeError(f"expected {what}, got {text!r}")
+    return _number(base, 1e-6, 1e9, what), *(_number(part, 0, 1e9, what) for part in more)
 
 
 def _matrix(text: str) -> Matrix:

@@ -16,6 +16,7 @@ from trouterd.batching.network import Network, NetworkError, StepTime, keep_comm
 from trouterd.batching.outlook import Outlook, expected
 from trouterd.batching.placement import Placement, placed
 from trouterd.batching.plan import BatchingPlan, plan
+from trouterd.batching.row_time import RowTime, fed, rows_told
 from trouterd.batching.survey import Judged, Survey, survey
 from trouterd.table import table
 
@@ -63,17 +64,11 @@ def build_network(options: argparse.Namespace) -> Network:
         raise NetworkError("--context belongs to --step; times of --latency-ms hold at any context")
     if options.step:
         measured = [read_step_time(path, options.context) for path in options.step]
-        step_times = [one.step_time for one in measured]
+        times = [one.time for one in measured]
         names = _distinct([one.model for one in measured])
     else:
-        step_times = [StepTime.affine(base / 1e3, more / 1e3) for base, more in options.latency_ms]
-    count, most = len(step_times), max(options.concurrency)
-    shortest, longest = min(time.of(1) for time in step_times), max(time.of(most) for time in step_times)
-    if longest > _MOST_APART * shortest:
-        raise NetworkError(
-            f"step times: {shortest * 1e3:g} ms for one request and {longest * 1e3:g} ms for {most} are more than"
-            f" {_MOST_APART:,} times apart"
-        )
+        times = [RowTime.affine(*(number / 1e3 for number in numbers)) for numbers in options.latency_ms]
+    count = len(times)
     if options.p is not None:
         back = 1.0 if options.q is None else options.q
         routing = ((1 - options.p, options.p), (back, 1 - back))
@@ -83,7 +78,19 @@ def build_network(options: argparse.Namespace) -> Network:
         routing = options.matrix
     named = {"rewrite": rewrite_commit, "keep": keep_commit}
     commit = named[options.commit](count) if options.commit in named else options.commit
-    return Network(tuple(step_times), routing, commit, names=names, handoff=options.handoff_ms / 1e3)
+    decode = tuple(time.decode for time in times)
+    network = fed(Network(decode, routing, commit, names=names, handoff=options.handoff_ms / 1e3), times)
+    _check_apart(network.step_times, max(options.concurrency))
+    return network
+
+
+def _check_apart(step_times: Sequence[StepTime], most: int) -> None:
+    shortest, longest = min(time.of(1) for time in step_times), max(time.of(most) for time in step_times)
+    if longest > _MOST_APART * shortest:
+        raise NetworkError(
+            f"step times: {shortest * 1e3:g} ms for one request and {longest * 1e3:g} ms for {most} are more than"
+            f" {_MOST_APART:,} times apart"
+        )
 
 
 def _each(numbers: tuple[float, ...], count: int) -> tuple[float, ...]:
@@ -105,7 +112,7 @@ class _Report:
         self._found, self._lists = found, lists
         self._ideal = ideal(network, concurrency) * network.tokens_per_step
         self._slowest = network.slowest(concurrency)
-        self._alone = concurrency / network.step_times[self._slowest].of(concurrency)
+        self._alone = concurrency / network.decode_times[self._slowest].of(concurrency)
 
     def facts(self) -> dict[str, Any]:
         """Everything."""
@@ -113,6 +120,7 @@ class _Report:
             "concurrency": self._concurrency,
             "gpus": self._place.gpus,
             "shares": self._network.shares,
+            "rows_per_step": self._network.rows_per_step,
             "thresholds": [self._row(judged) for judged in self._found.judged],
             "best": self._row(self._found.best),
             "eager": self._row(self._found.eager),
@@ -131,7 +139,8 @@ class _Report:
             f"{name} {share:.1%}" for name, share in zip(self._network.names, self._network.shares, strict=True)
         )
         gpus = self._place.gpus
-        yield f"{self._concurrency} requests in flight on {gpus} GPU{'s'[: gpus > 1]}; share of steps: {shares}"
+        where = f"{self._concurrency} requests in flight on {gpus} GPU{'s'[: gpus > 1]}"
+        yield f"{where}; share of steps: {shares}{rows_told(self._network)}"
         yield ""
         head = ("THRESHOLDS", "TOKEN/S", "MS/TOKEN", "GPU-S/1,000 TOKENS", "OF IDEAL", "METHOD", "")
         yield from table(head, [self._cells(judged) for judged in self._found.judged])

@@ -15,6 +15,8 @@ Matrix = tuple[tuple[float, ...], ...]
 _SUM_TOLERANCE = 1e-6
 _SQUARINGS = 60
 """Of a lazy transition matrix: 2^60 moves, after which the slowest chain has settled."""
+_NEVER = 1e-9
+"""Share of steps of a model that is left for good."""
 
 
 class NetworkError(ValueError):
@@ -83,6 +85,7 @@ class Network:
         names: of the models, for printing.
         handoff: seconds from the end of a step, when its model is ready for the next one, until a request that it handed over is
             ready at the receiver.
+        decode_times: of each model's steps without routing, where a request feeds one row; () where `step_times` are the same.
 
     Raises:
         NetworkError: sizes that do not fit, rows that are no distribution, values out of range.
@@ -94,6 +97,7 @@ class Network:
     contention: tuple[float, ...] = ()
     names: tuple[str, ...] = ()
     handoff: float = 0.0
+    decode_times: tuple[StepTime, ...] = ()
     shares: tuple[float, ...] = field(init=False, repr=False, compare=False)
     """Of each model in all steps, in the long run of a request that starts at the entry."""
 
@@ -104,7 +108,9 @@ class Network:
         # Defaults that depend on the number of models; a frozen dataclass sets them like this.
         object.__setattr__(self, "contention", self.contention or (0.0,) * count)
         object.__setattr__(self, "names", self.names or tuple(f"model {index}" for index in range(count)))
-        for name, values in (("contention", self.contention), ("names", self.names)):
+        object.__setattr__(self, "decode_times", self.decode_times or self.step_times)
+        lists = (("contention", self.contention), ("names", self.names), ("decode times", self.decode_times))
+        for name, values in lists:
             if len(values) != count:
                 raise NetworkError(f"{name}: {len(values)} values for {count} models")
         if any(not (math.isfinite(factor) and factor >= 0) for factor in self.contention):
@@ -159,6 +165,21 @@ class Network:
         moves = zip(self.shares, self.routing, self.commit, strict=True)
         return sum(share * float(np.dot(row, tokens)) for share, row, tokens in moves)
 
+    @property
+    def rows_per_step(self) -> tuple[float, ...]:
+        """Tokens that a request feeds to each model per step there, in the mean; 1 for a model that is not visited.
+
+        A model has to be fed every committed token once, whoever wrote it: all of them spread over its own steps, in the long run
+        of a request that has come there.
+        """
+        from_each = long_run(np.array(self.routing), np.eye(self.size))
+        tokens = from_each @ (np.array(self.routing) * np.array(self.commit)).sum(axis=1)
+        own = np.diagonal(from_each)
+        return tuple(
+            max(1.0, float(tokens[model] / own[model])) if min(own[model], share) > _NEVER else 1.0
+            for model, share in enumerate(self.shares)
+        )
+
     def handoffs_per_step(self, shares: Sequence[float]) -> float:
         """Hand-offs per request's step where the models have these shares of all steps."""
         return sum(
@@ -172,8 +193,10 @@ class Network:
 
     def zoomed(self, factor: float) -> Network:
         """The same deployment with `factor` requests seen as one."""
-        step_times = tuple(step_time.zoomed(factor) for step_time in self.step_times)
-        return Network(step_times, self.routing, self.commit, self.contention, self.names, self.handoff)
+        step_times, decode_times = (
+            tuple(time.zoomed(factor) for time in times) for times in (self.step_times, self.decode_times)
+        )
+        return Network(step_times, self.routing, self.commit, self.contention, self.names, self.handoff, decode_times)
 
 
 def rewrite_commit(count: int) -> Matrix:
@@ -195,7 +218,8 @@ def _check_matrix(name: str, matrix: Matrix, count: int) -> None:
 
 
 def long_run(moves: Floats, start: Floats) -> Floats:
-    """Shares of time in each state of a chain that starts by a law; any chain, periodic and reducible ones included."""
+    """Shares of time in each state of a chain that starts by a law, or by each of several; any chain, periodic and reducible ones
+    included."""
     lazy = (np.eye(len(moves)) + moves) / 2  # periods settle too
     for _ in range(_SQUARINGS):
         lazy = lazy @ lazy

@@ -9,6 +9,7 @@ from typing import Any
 from trouterd.batching.bound import ideal
 from trouterd.batching.costs import Costs
 from trouterd.batching.placement import Placement
+from trouterd.batching.row_time import rows_told
 from trouterd.batching.survey import Judged, survey
 from trouterd.table import table
 
@@ -42,7 +43,7 @@ def expected(placement: Placement, concurrency: int, slowest: int, max_batch: in
         found.best,
         found.eager,
         ideal(network, concurrency) * network.tokens_per_step,
-        concurrency / network.step_times[slowest].of(concurrency),
+        concurrency / network.decode_times[slowest].of(concurrency),
     )
 
 
@@ -69,6 +70,7 @@ class Outlook:
                     "gpus_of_large_only": placement.alone,
                     "contention": placement.network.contention,
                     "shares": placement.network.shares,
+                    "rows_per_step": placement.network.rows_per_step,
                     "expected": [self._facts(placement, one) for one in found],
                 }
                 for placement, found in self._rows
@@ -132,4 +134,5 @@ def _title(placement: Placement) -> str:
     where = f"{placement.name}, {gpus}" if placement.name else gpus
     factors = ", ".join(f"{name} {factor:g}" for name, factor in zip(network.names, network.contention, strict=True))
     shares = ", ".join(f"{name} {share:.1%}" for name, share in zip(network.names, network.shares, strict=True))
-    return f"{where}; share of steps: {shares}" + (f"; contention: {factors}" if any(network.contention) else "")
+    slowed = f"; contention: {factors}" if any(network.contention) else ""
+    return f"{where}; share of steps: {shares}{rows_told(network)}{slowed}"
