@@ -54,8 +54,9 @@ PAGE_SIZE = 16
 VOCAB = 151_936
 NAMES = ("small", "large")
 PHASES = ("commit + send", "receive", "plan", "launch", "stay", "cycle")
-LINGER = 0.2
-"""Seconds until those whose prompts were fed earlier go on, and meet the others at the other model."""
+LINGERS = (0.2, 600.0)
+"""Seconds, per side. Requests whose prompts were fed earlier go on to the large model, which waits there for the others; two sides
+that both went on would pass them by each other for ever."""
 WARM_UP = 30
 """Cycles that do not count."""
 
@@ -97,7 +98,7 @@ class Side:
         routes = build_routes(config, name, facts, dict.fromkeys(NAMES, frozenset({0})))
         kv = KvCache(pages, PAGE_SIZE, load.requests, load.context, prefix_cache=True)
         self.worker = Worker(index, routes, runner, kv, 2048)
-        self.worker.launching.configure((load.requests,) * load.requests, LINGER, relax=False)
+        self.worker.launching.configure((load.requests,) * load.requests, LINGERS[index], relax=False)
         self._plan = self.worker.scheduler.plan
         self.worker.scheduler.plan = self._timed_plan  # type: ignore[method-assign]
 
