@@ -224,6 +224,7 @@ def others() -> list[Result]:
     ]
 
 
+@pytest.mark.slow
 def test_every_experiment_has_its_table_and_plot(tmp_path: Path) -> None:
     points = [
         {

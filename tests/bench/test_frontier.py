@@ -78,6 +78,7 @@ def result(folder: Path) -> dict[tuple[str, float], dict[str, Any]]:
     return {(point["sweep"], point["value"]): point for point in content["points"]}
 
 
+@pytest.mark.slow
 def test_a_daemon_of_its_own(config: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--output", str(tmp_path), "--config", str(config), "--route", "visits", "--dataset", str(dataset)]
     arguments += ["--only", "every_n,citer", "--sweep", "ask:threshold=2,0", "--streams", "2"]

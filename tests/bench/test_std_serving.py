@@ -92,6 +92,7 @@ def test_min_tokens_and_stop_ids_hold_over_the_calls(fleet: Fleet, std: Mapping[
         assert expected["choices"][0]["finish_reason"] == given["choices"][0]["finish_reason"]
 
 
+@pytest.mark.slow
 def test_draws_of_a_request_differ_from_token_to_token(std: Mapping[str, Target]) -> None:
     asked: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True, "temperature": 2.0}
     first, again = (asyncio.run(answers(std["same"], **asked))[0] for _ in range(2))
@@ -160,6 +161,7 @@ def test_servers_of_their_own(tmp_path: Path) -> None:
     assert counted["large"].steps == answer["usage"]["route"]["tokens"]["large"]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_decided_outside_is_refused(
     tmp_path: Path, fleet: Fleet, capfd: pytest.CaptureFixture[str]
 ) -> None:
