@@ -55,6 +55,14 @@ def start(folder: Path, name: str, rounds: int, hold: float, count: int) -> subp
     return subprocess.Popen([sys.executable, "-c", WORKER, str(folder), name, str(rounds), str(hold), str(count)])
 
 
+def holding(folder: Path, seconds: float) -> subprocess.Popen[bytes]:
+    """A worker whose only turn has begun."""
+    holder = start(folder, "a", 1, seconds, 1)
+    while not (folder / "log").exists():
+        assert holder.poll() is None
+    return holder
+
+
 def test_one_at_a_time_and_in_turn(tmp_path: Path) -> None:
     workers = [start(tmp_path, name, 15, 0.02, 2) for name in "ab"]
     # "x" fails where somebody else is inside.
@@ -66,9 +74,7 @@ def test_one_at_a_time_and_in_turn(tmp_path: Path) -> None:
 
 
 def test_a_turn_ends_with_its_process(tmp_path: Path) -> None:
-    holder = start(tmp_path, "a", 1, 600, 1)
-    while not (tmp_path / "log").exists():
-        assert holder.poll() is None
+    holder = holding(tmp_path, 600)
 
     async def waiting() -> None:
         come = asyncio.Event()
@@ -89,9 +95,7 @@ def test_a_turn_ends_with_its_process(tmp_path: Path) -> None:
 
 
 def test_a_turn_that_is_not_wanted_any_more_is_given_back(tmp_path: Path) -> None:
-    holder = start(tmp_path, "a", 1, 0.3, 1)
-    while not (tmp_path / "log").exists():
-        assert holder.poll() is None
+    holder = holding(tmp_path, 0.3)
 
     async def waiting() -> None:
         come = asyncio.Event()
