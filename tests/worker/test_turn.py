@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import signal
 import subprocess
 import sys
@@ -17,9 +19,9 @@ from models.script import ScriptRunner
 from tests.harness import Cluster
 from trouterd.calls import Refused
 from trouterd.config import Batching as Settings
-from trouterd.config import Server
+from trouterd.config import Route, Server
 from trouterd.worker.batching import Batching
-from trouterd.worker.turn import Turn
+from trouterd.worker.turn import Turn, TurnError
 
 WORKER = textwrap.dedent(
     """
@@ -108,6 +110,25 @@ def test_a_turn_that_is_not_wanted_any_more_is_given_back(tmp_path: Path) -> Non
     asyncio.run(waiting())
     assert holder.wait() == 0
     assert start(tmp_path, "b", 1, 0, 1).wait() == 0
+
+
+async def test_a_worker_whose_turn_cannot_come_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would never launch again otherwise, and nobody would know why."""
+
+    def lockf(file: int, operation: int, length: int, start: int) -> None:
+        del file, length, start
+        if operation & fcntl.LOCK_NB:
+            raise BlockingIOError
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    cluster = Cluster({"m": ScriptRunner([1], vocab_size=4, cycle=True)}, {"demo": Route(models=["m"])})
+    worker = cluster.workers["m"]
+    worker.take_turns(tmp_path / "lock")
+    cluster.submit("demo", [1, 2], max_tokens=3)
+    async with asyncio.timeout(20):
+        with pytest.raises(TurnError, match=r"batching\.overlap: cannot lock .*/lock any more: No locks available"):
+            await worker.run()
 
 
 async def test_a_lock_file_that_cannot_be_made_is_a_refusal(tmp_path: Path) -> None:

@@ -183,6 +183,7 @@ class Worker:
 
         Raises:
             DeviceLostError: a step failed and the device does not answer any more.
+            TurnError: models take turns, and the file that says whose it is cannot be locked any more.
         """
         while not self._closing:
             if self.recorder is not None:
