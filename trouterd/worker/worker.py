@@ -230,11 +230,15 @@ class Worker:
                 return due
             if turn is not None and self.stepper.in_flight:
                 return NEVER
+            if turn is not None:
+                if not self.scheduler.wanted:
+                    return NEVER
+                # Before the plan: requests of one that is not launched would have to stand back in the next.
+                if not turn.take():
+                    return now + TURN_PATIENCE
             chunks = self.scheduler.plan()
             if not chunks or not self.stepper.worthwhile(chunks):
                 return NEVER
-            if turn is not None and not turn.take():
-                return now + TURN_PATIENCE
             await self._launch(chunks, now)
             now = time.monotonic()
 
