@@ -52,6 +52,7 @@ class Daemon:
     runs: list[Counter[int]] = field(default_factory=lambda: [Counter(), Counter()])
     overlap: bool = False
     version: int = 0
+    since: list[float] = field(default_factory=lambda: [1.0, 2.0])
 
     def __post_init__(self) -> None:
         self.dice = np.random.default_rng(self.seed)
@@ -71,6 +72,7 @@ class Daemon:
             self.runs[model].update(self.dice.geometric(share, leaving).tolist())
             found[name] = Report(
                 now=self.now,
+                since=self.since[model],
                 active=self.active,
                 version=self.version,
                 tokens=self.tokens[model],
@@ -80,6 +82,13 @@ class Daemon:
                 steps=self._steps(model),
             )
         return found
+
+    def restart(self, model: int) -> None:
+        """Its worker dies and comes back."""
+        self.since[model] = self.now
+        self.decisions[model] = self.tokens[model] = 0
+        self.moves[model].clear()
+        self.runs[model].clear()
 
     def _steps(self, model: int) -> list[Step]:
         """Of one second. With `overlap`: 0.2 s together, 0.1 s small alone, 0.1 s large alone, and so on."""
@@ -215,13 +224,26 @@ def test_too_little_is_known_at_first_and_after_a_restart_of_a_worker_counts_go_
     run(controller, daemon, 30)
     known = controller.estimator.learned["large"].decisions
     assert controller.lists
-    daemon.decisions[1], daemon.tokens[1] = 0, 0
-    daemon.moves[1].clear()
-    daemon.runs[1].clear()
+    daemon.restart(1)
     controller.observe(daemon.reports())
-    assert controller.estimator.learned["large"].decisions == known
+    assert controller.estimator.learned["large"].decisions > known
     run(controller, daemon, 10)
     assert controller.lists
+
+
+def test_a_worker_that_made_more_than_its_predecessor_is_another_one() -> None:
+    """Its counts are all new, and what both made together is no throughput."""
+    network = Network.pair((StepTime.affine(6e-3), StepTime.affine(28e-3)), 0.35, 0.8)
+    controller, daemon = Controller(group()), Daemon(network, 8)
+    run(controller, daemon, 2)
+    daemon.restart(1)
+    controller.observe(daemon.reports(6.0))
+    own = controller.estimator.learned["large"]
+    made = daemon.decisions[1]
+    assert own.decisions == pytest.approx(made, rel=0.2)
+    assert own.decisions > made
+    assert own.moves["small"] == pytest.approx(0.8 * own.decisions, rel=0.05)
+    assert controller.measured(daemon.now, 6.0) == (0.0, 0.0)
 
 
 def test_one_model_alone_is_no_network() -> None:

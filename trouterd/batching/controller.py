@@ -70,7 +70,8 @@ class Controller:
         """Tokens/s at the present number of requests; 0 while unknown."""
         self.network: Network | None = None
         self._samples: deque[_Sample] = deque(maxlen=64)
-        self._last: tuple[float, dict[str, int]] | None = None
+        self._last: tuple[float, dict[str, float], int] | None = None
+        """When the latest reports were made, which worker processes made them, and their tokens."""
         self._trials = Trials(kept.trust if kept else 1.0)
         self._replayed = float("-inf")
         self._chosen: Lists = {}
@@ -94,12 +95,13 @@ class Controller:
         self.estimator.observe(own)
         now = max(report.now for report in own.values())
         active = max(report.active for report in own.values())
-        tokens = {name: report.tokens for name, report in own.items()}
-        if self._last is not None and self._last[1].keys() == tokens.keys():
-            made = sum(tokens.values()) - sum(self._last[1].values())
-            if made >= 0 and now > self._last[0]:
-                self._samples.append(_Sample(now, now - self._last[0], made, active))
-        self._last = now, tokens
+        workers = {name: report.since for name, report in own.items()}
+        tokens = sum(report.tokens for report in own.values())
+        if self._last is not None:
+            then, those, before = self._last
+            if workers == those and now > then:
+                self._samples.append(_Sample(now, now - then, tokens - before, active))
+        self._last = now, workers, tokens
         self._most = min(max(self._most, 2 * active), MOST)
 
     def measured(self, now: float, seconds: float = HOLD) -> tuple[float, float]:

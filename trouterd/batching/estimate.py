@@ -15,6 +15,9 @@ from trouterd.batching.report import Report, Step
 
 Key = TypeVar("Key")
 
+_NOTHING = Report(now=0, since=0, active=0, version=0, tokens=0, decisions=0, moves={}, runs={}, steps=[])
+"""What a worker has counted when it starts."""
+
 HALF_LIFE = 2000
 """Steps of a model's requests after which what was counted before weighs half."""
 ENOUGH = 200
@@ -114,8 +117,10 @@ class Estimator:
 
     def _count(self, name: str, report: Report) -> None:
         before, learned = self._last.get(name), self.learned[name]
-        if before is None or report.decisions < before.decisions:
+        if before is None:
             return  # the first word of this worker: counts from before are not ours, or are known
+        if report.since != before.since:
+            before = _NOTHING
         steps = report.decisions - before.decisions
         weight = 0.5 ** (steps / HALF_LIFE)
         learned.decisions = learned.decisions * weight + steps

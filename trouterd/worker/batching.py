@@ -67,6 +67,7 @@ class Batching:
         stats = worker.stats
         return {
             "now": time.monotonic(),
+            "since": stats.since,
             "mode": self._config.batching.mode,
             "thresholds": list(rule.thresholds),
             "threshold": rule.threshold,

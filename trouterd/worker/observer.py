@@ -89,6 +89,7 @@ class Observer:
         stats = self._stats
         report = Report(
             now=now,
+            since=stats.since,
             active=active,
             version=version,
             tokens=stats.tokens,
