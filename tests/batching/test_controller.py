@@ -397,6 +397,18 @@ def test_runs_of_one_length_are_replayed() -> None:
     assert visits in (9, 10, 11)
 
 
+@pytest.mark.usefixtures("soon")
+def test_replays_that_commit_nothing_promise_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trouterd.batching.controller.geometric", lambda _: False)
+    monkeypatch.setattr("trouterd.batching.controller.rates", lambda *_: [0.0, 0.0])
+    monkeypatch.setattr("trouterd.batching.controller.best", lambda *_: (1, 3))
+    controller, daemon = Controller(group()), Daemon(paper_pair(), 8)
+    assert waiting_seconds(controller, daemon, 110) == 5
+    assert controller.state == "trying the other choice"
+    assert waiting_seconds(controller, daemon, 20) == 5
+    assert controller.trust == 1.0
+
+
 def test_runs_without_a_step_and_models_that_nobody_leaves_can_be_replayed() -> None:
     network = load("R2R 10%", "H")
     assert best(network, [{0: 1.0, 9: 100.0}, {0: 1.0}], 4, (1, 1), (1, 3))

@@ -183,7 +183,8 @@ class Controller:
             return
         waits = max(new) > 1
         wait, eager = (new, old) if waits else (old, new)
-        promise = self._rate(network, count, wait) / self._rate(network, count, eager) if max(eager) == 1 else 0.0
+        without = self._rate(network, count, eager) if max(eager) == 1 else 0.0
+        promise = self._rate(network, count, wait) / without if without else 0.0
         self._trials.watch(now, before, self.measured(now), promise, waits=waits, trial=trial)
         self.state = self._trials.pending(now)
 

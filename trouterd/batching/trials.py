@@ -43,7 +43,7 @@ class _Change:
     """Tokens/s before it; 0: unknown."""
     active: float
     promise: float
-    """Tokens/s of the lists that wait over those that launch eagerly, by the throughput model; 0: both wait."""
+    """Tokens/s of the lists that wait over those that launch eagerly, by the throughput model; 0: both wait, or there is none."""
     waits: bool
     """The new lists wait."""
     trial: bool
@@ -75,7 +75,7 @@ class Trials:
             now: seconds.
             before: the lists that were replaced.
             measured: tokens/s under them, and active requests.
-            promise: of waiting over eager launches, by the model alone; 0 where both lists wait.
+            promise: of waiting over eager launches, by the model alone; 0 where both lists wait, or where there is none.
             waits: the new lists wait.
             trial: the new lists are the other choice, not what the model asks for.
         """
