@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -27,7 +28,7 @@ from trouterd.batching.report import Report, Step
 from trouterd.batching.simulator import simulate
 from trouterd.batching.trials import FREEZE, HOLD, TRY, Trials
 from trouterd.batching.workload import MarkovWorkload
-from trouterd.config import Batching, Config, Model, Route, Server
+from trouterd.config import Batching, Config, Gpu, Model, Route, Server
 
 NAMES = ("small", "large")
 
@@ -433,6 +434,20 @@ def test_groups_are_what_routes_connect() -> None:
     assert [found.models for found in groups_of(config())] == [("small", "large")]
     joined = config(more=Route(models=["large", "other"]))
     assert [found.models for found in groups_of(joined)] == [("small", "large", "other")]
+
+
+def test_how_models_share_a_gpu_is_part_of_what_was_learned() -> None:
+    def on_gpus(first: Model, second: Model, mps: Literal["auto", "off"] = "auto") -> str:
+        routes = {"demo": Route(models=["small", "large"])}
+        return fingerprint(Config(gpu=Gpu(mps=mps), models={"small": first, "large": second}, routes=routes))
+
+    small, large = Model(path="s", device="cuda:0"), Model(path="l", device="cuda:0")
+    apart = msgspec.structs.replace(large, device="cuda:1")
+    changes = [{"megakernel_percent": 50}, {"sm_percent": 50}, {"megakernel": "off"}, {"depth": 1}]
+    others = [on_gpus(msgspec.structs.replace(small, **change), large) for change in changes]
+    others += [on_gpus(small, large, "off"), on_gpus(small, apart)]
+    assert len({on_gpus(small, large), *others}) == 1 + len(others)
+    assert on_gpus(small, apart, "off") == on_gpus(small, apart), "there is nothing to share"
 
 
 def test_learned_values_survive_a_restart(tmp_path: Path) -> None:
