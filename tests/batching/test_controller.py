@@ -15,7 +15,7 @@ import pytest
 from tests.batching.loads import load, paper_pair
 from trouterd.batching import state
 from trouterd.batching import trials as trials_module
-from trouterd.batching.controller import WAITING, Controller, Kept
+from trouterd.batching.controller import MOST, WAITING, Controller, Kept
 from trouterd.batching.estimate import ENOUGH, Estimator
 from trouterd.batching.groups import Group, fingerprint, groups_of
 from trouterd.batching.launch import feasible
@@ -481,6 +481,39 @@ def test_a_file_of_other_models_or_versions_is_ignored(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"version": 99}))
     assert state.load(path, print_) == {}
+
+
+def test_lists_of_a_file_are_cut_to_what_can_work() -> None:
+    few = Group(NAMES, (0, 1), (False, False), 3)
+    kept = Kept(lists={"small": [1, 2, 9], "large": [5, 2, 2, 4], "other": [2]}, trust=99.0)
+    controller = Controller(few, kept)
+    assert controller.lists == {"small": [1, 1, 2, 2], "large": [1, 2, 2, 3]}
+    assert controller.trust == 1.5
+    for n in range(1, 5):
+        assert feasible([values[n - 1] for values in controller.lists.values()], n)
+    fine: dict[str, list[int]] = {"large": [1, 2, 2, 3]}
+    assert Controller(few, Kept(lists=fine)).lists == fine
+    assert Controller(few, Kept(lists={"large": []})).lists == {}
+    assert len(Controller(few, Kept(lists={"large": [1] * 10_000})).lists["large"]) == MOST
+
+
+@pytest.mark.parametrize(
+    ("group", "field"),
+    [
+        ({"lists": {"large": [1, 0]}}, "lists"),
+        ({"learned": {"large": {"decisions": -1}}}, "decisions"),
+        ({"learned": {"large": {"runs": {"4": 0.0}}}}, "runs"),
+        ({"learned": {"large": {"points": [[1, 0.0]]}}}, "points"),
+        ({"learned": {"large": {"contention": -0.5}}}, "contention"),
+    ],
+)
+def test_a_file_with_values_that_cannot_be_is_ignored(
+    group: dict[str, object], field: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "batching.json"
+    path.write_text(json.dumps({"version": state.VERSION, "fingerprint": "x", "groups": {"small": group}}))
+    assert state.load(path, "x") == {}
+    assert field in caplog.text
 
 
 def test_a_folder_that_is_not_there_costs_the_file_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from trouterd.batching.bound import ideal
 from trouterd.batching.estimate import Estimator, Learned
@@ -40,7 +42,7 @@ class Kept(msgspec.Struct):
     """What one group keeps between two runs of the daemon."""
 
     learned: dict[str, Learned] = {}
-    lists: Lists = {}
+    lists: dict[str, list[Annotated[int, Meta(ge=1)]]] = {}
     trust: float = 1.0
 
 
@@ -60,7 +62,7 @@ class Controller:
     def __init__(self, group: Group, kept: Kept | None = None) -> None:
         self.group = group
         self.estimator = Estimator(group, kept.learned if kept else None)
-        self.lists: Lists = dict(kept.lists) if kept else {}
+        self.lists: Lists = _usable(kept.lists, group) if kept else {}
         """In force; a model that is missing launches whatever is ready."""
         self.lingers: dict[str, float] = {}
         self.state = "learning"
@@ -223,6 +225,17 @@ class Controller:
     def _thresholds(self, lists: Lists, network: Network, count: int) -> tuple[int, ...]:
         chosen = [lists.get(name) or [1] for name in network.names]
         return tuple(min(values[min(count, len(values)) - 1], count) for values in chosen)
+
+
+def _usable(kept: Lists, group: Group) -> Lists:
+    """What is left of lists from a file: those of the group, cut to what can become ready and never deadlocks."""
+    own = {name: values[:MOST] for name, values in kept.items() if name in group.models and values}
+    counts = range(1, max(map(len, own.values()), default=0) + 1)
+    rows = [
+        clamp([values[min(count, len(values)) - 1] for values in own.values()], count, group.max_batch)
+        for count in counts
+    ]
+    return {name: list(column) for name, column in zip(own, zip(*rows, strict=True), strict=False)}
 
 
 def _proportional(names: Sequence[str], thresholds: Sequence[int], count: int, most: int, max_batch: int) -> Lists:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from trouterd.batching.groups import Group
 from trouterd.batching.network import Floats, Matrix, Network, NetworkError, StepTime
@@ -36,21 +37,25 @@ _TIME_SLICES = 1.0
 """Contention of models that share a GPU, as long as nothing else is known."""
 
 
+NotNegative = Annotated[float, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+
+
 class Learned(msgspec.Struct):
     """What is known of one model; the part that is kept between two runs of the daemon."""
 
-    decisions: float = 0.0
-    tokens: float = 0.0
-    moves: dict[str, float] = {}
+    decisions: NotNegative = 0.0
+    tokens: NotNegative = 0.0
+    moves: dict[str, NotNegative] = {}
     """By receiver."""
-    runs: dict[int, float] = {}
-    points: list[tuple[float, float]] = []
+    runs: dict[Annotated[int, Meta(ge=0)], Positive] = {}
+    points: list[tuple[Positive, Positive]] = []
     """(batch, seconds) without contention."""
-    contention: float | None = None
-    waited: float = 0.0
-    waited_seconds: float = 0.0
-    handed: float = 0.0
-    handed_seconds: float = 0.0
+    contention: NotNegative | None = None
+    waited: NotNegative = 0.0
+    waited_seconds: NotNegative = 0.0
+    handed: NotNegative = 0.0
+    handed_seconds: NotNegative = 0.0
     """The last four as in `Report`."""
 
 
