@@ -247,6 +247,36 @@ def test_a_worker_that_made_more_than_its_predecessor_is_another_one() -> None:
     assert controller.measured(daemon.now, 6.0) == (0.0, 0.0)
 
 
+def test_a_model_that_hardly_any_request_goes_to_keeps_nobody_waiting_for_it() -> None:
+    names = (*NAMES, "third")
+    controller, daemon = Controller(Group(names, (0, 1, 2), (False,) * 3, 256)), Daemon(paper_pair(), 8)
+    third = Report(now=0, since=3.0, active=1, version=0, tokens=0, decisions=0, moves={}, runs={}, steps=[])
+
+    def serve(seconds: int, steps: int) -> None:
+        nonlocal third
+        for _ in range(seconds):
+            reports = daemon.reports()
+            batches = [Step(daemon.now, 0.04, 1)] * steps
+            changes = {"now": daemon.now, "decisions": third.decisions + steps, "tokens": third.tokens + steps}
+            changes |= {"steps": batches, "moves": {0: (third.decisions + steps) // 4}}
+            third = msgspec.structs.replace(third, **changes)
+            moves = reports["small"].moves | {2: third.moves[0]}
+            controller.observe(
+                {**reports, "small": msgspec.structs.replace(reports["small"], moves=moves), "third": third}
+            )
+        controller.recompute(daemon.now)
+
+    serve(2, 0)
+    serve(1, 50)
+    assert controller.state == f"learning: third has given 50 of {ENOUGH} tokens", "it might be a large part"
+    serve(5, 0)
+    assert controller.network is not None
+    assert controller.network.names == NAMES
+    assert controller.lists.keys() == set(NAMES)
+    serve(2, 100)
+    assert controller.network.names == names
+
+
 def test_one_model_alone_is_no_network() -> None:
     controller = Controller(group())
     run(controller, Daemon(Network.pair((StepTime.affine(6e-3), StepTime.affine(28e-3)), 0.0), 8), 10)

@@ -147,6 +147,10 @@ class Controller:
             self._chosen, self._replayed = {}, now
         _, active = self.measured(now)
         count = max(round(active), 2)
+        if self._plain(network) and not Predictor(network, count).judges(self._thresholds(self.lists, network, count)):
+            # Another model is the slowest one now, one that has just come into use, say: nothing is known of what these gain.
+            self.lists = {}
+            self._trials.forget()
         self.state = self._trials.pending(now)
         if not self.state:
             self._improve(network, now, count, obeyed=obeyed)
