@@ -215,6 +215,28 @@ def test_keys_given_as_text_below_something_that_is_no_table(tmp_path: Path) -> 
     ]
 
 
+def test_every_path_may_begin_with_the_home_folder(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(file.parent))
+    route = '[routes.own]\nmodels = ["small", "big-1.7b"]\nalgorithm = "~/a.py"\nparams = { checkpoint = "~/r.pt" }\n'
+    file.write_text(BASIC.replace("api.sock", "~/api.sock") + route)
+    (file.parent / "a.py").touch()
+    config = load(file, {}, [("models.small.path", "~/weights/small"), ("batching.state", "~/state.json")])
+    assert config.routes["own"].params == {"checkpoint": str(file.parent / "r.pt")}
+    assert config.routes["own"].algorithm == str(file.parent / "a.py")
+    assert config.server.socket == str(file.parent / "api.sock")
+    assert config.models["small"].path == str(file.parent / "weights" / "small")
+    assert config.batching.state == str(file.parent / "state.json")
+
+
+def test_home_folder_of_nobody_in_a_parameter(file: Path) -> None:
+    route = (
+        '[routes.own]\nmodels = ["small", "big-1.7b"]\nalgorithm = "r2r"\nparams = { checkpoint = "~nobody-here/r" }\n'
+    )
+    file.write_text(BASIC + route)
+    with pytest.raises(ConfigError, match=r"routes\.own\.params\.checkpoint: no such home folder: ~nobody-here/r"):
+        load(file, {})
+
+
 def test_home_folder_of_nobody(file: Path) -> None:
     file.write_text(BASIC.replace("api.sock", "~nobody-here/api.sock"))
     with pytest.raises(ConfigError, match=r"server\.socket: no such home folder: ~nobody-here/api\.sock"):
