@@ -114,6 +114,7 @@ def test_text_values_take_the_types_of_their_keys(file: Path) -> None:
             "models.x.dtype: expected one of auto, float32, bfloat16, got 'bfloat'; did you mean 'bfloat16'?",
         ),
         ("[models]\nx = 1", "models.x: expected a table, got 1"),
+        ("[routes.x]\nmodels = ['small']\nmax_stall = 1", "routes.x.max_stall: expected int >= 2, got 1"),
         ("[routes.x]\nmodels = []", "routes.x.models: expected array of length >= 1, got []"),
         ("[routes.x]\nmodels = ['smal']", "routes.x.models: unknown model 'smal'; did you mean 'small'?"),
         ("[routes.x]\nmodels = ['small', 'small']", "routes.x.models: a model is named twice: small, small"),
