@@ -139,10 +139,10 @@ class SharedTurn:
 
 async def test_waiting_for_the_turn_costs_nobody_his_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step takes one row of two requests: they write in turns, although every step waits for its turn first."""
-    monkeypatch.setattr("trouterd.worker.worker.Turn", SharedTurn)
+    monkeypatch.setattr("trouterd.worker.turn.Turn", SharedTurn)
     script = ScriptRunner([1], vocab_size=4, cycle=True)
     cluster = Cluster({"m": script}, {"demo": Route(models=["m"])}, max_batch_tokens=2)
-    cluster.workers["m"].take_turns(tmp_path)
+    cluster.workers["m"].turns.configure(tmp_path)
     first, second = (cluster.submit("demo", [1], max_tokens=20)[1] for _ in range(2))
     async with cluster.running(), asyncio.timeout(20):
         await second.until(1)
@@ -156,10 +156,10 @@ async def test_waiting_for_the_turn_costs_nobody_his_place(tmp_path: Path, monke
 
 async def test_no_turn_is_taken_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[SharedTurn] = []
-    monkeypatch.setattr("trouterd.worker.worker.Turn", lambda *args: made.append(SharedTurn(*args)) or made[0])
+    monkeypatch.setattr("trouterd.worker.turn.Turn", lambda *args: made.append(SharedTurn(*args)) or made[0])
     script = ScriptRunner([1], vocab_size=4, cycle=True)
     cluster = Cluster({"m": script}, {"demo": Route(models=["m"])})
-    cluster.workers["m"].take_turns(tmp_path)
+    cluster.workers["m"].turns.configure(tmp_path)
     async with cluster.running(), asyncio.timeout(20):
         await cluster.generate("demo", [1], max_tokens=3)
         await cluster.settled()
@@ -179,7 +179,7 @@ async def test_a_worker_whose_turn_cannot_come_ends(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(fcntl, "lockf", lockf)
     cluster = Cluster({"m": ScriptRunner([1], vocab_size=4, cycle=True)}, {"demo": Route(models=["m"])})
     worker = cluster.workers["m"]
-    worker.take_turns(tmp_path / "lock")
+    worker.turns.configure(tmp_path / "lock")
     cluster.submit("demo", [1, 2], max_tokens=3)
     async with asyncio.timeout(20):
         with pytest.raises(TurnError, match=r"batching\.overlap: cannot lock .*/lock any more: No locks available"):

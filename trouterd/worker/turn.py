@@ -13,6 +13,8 @@ from pathlib import Path
 
 _TURN, _QUEUE = 0, 1
 """Bytes of the lock file: whose turn it is, and who gets the next one."""
+PATIENCE = 1.0
+"""Seconds after which a worker that waits for its turn looks again, although it is told."""
 
 
 class TurnError(RuntimeError):
@@ -108,3 +110,44 @@ class Turn:
             raise
         except OSError as error:
             raise TurnError(f"batching.overlap: cannot lock {self._path} any more: {error.strerror}") from error
+
+
+class Turns:
+    """Whether a worker waits for its turn: a live setting, in force from one step to the next.
+
+    Args:
+        granted: called in the running event loop when a turn has come, or cannot come any more.
+    """
+
+    def __init__(self, granted: Callable[[], None]) -> None:
+        self._granted = granted
+        self._turn: Turn | None = None
+        self.taken = False
+        """A step is launched while no other one runs, here or at another worker."""
+
+    def configure(self, path: Path | None) -> None:
+        """From now on launch a step only while no other worker of the daemon runs one, and none behind a running one.
+
+        Args:
+            path: the lock file that the workers share; None: launch freely.
+
+        Raises:
+            OSError: it cannot be opened; nothing has changed then.
+        """
+        if path is not None and self._turn is None:
+            self._turn = Turn(path, self._granted)
+        self.taken = path is not None
+
+    def take(self) -> bool:
+        """Whether it is this worker's turn, to be used; see `Turn.take`."""
+        return self._turn is not None and self._turn.take()
+
+    def end(self, in_flight: int) -> None:
+        """The loop could launch its next step: a turn that was used is over when none of its steps is in flight."""
+        if self._turn is not None and self._turn.used:
+            self.give_back(in_flight)
+
+    def give_back(self, in_flight: int) -> None:
+        """Let others launch, if it is this worker's turn and none of its steps is in flight."""
+        if self._turn is not None and self._turn.held and not in_flight:
+            self._turn.give_back()
