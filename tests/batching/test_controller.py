@@ -215,6 +215,33 @@ def test_contention_is_told_from_steps_that_ran_alone_and_together() -> None:
     assert found.step_times[1].of(4) == pytest.approx(20e-3, rel=0.1)
 
 
+@pytest.mark.parametrize("factor", [0.0, 0.06, 1.0, 3.0])
+def test_contention_is_told_from_steps_that_overlap_in_part(factor: float) -> None:
+    """The small model runs for a while of each step of the large one, which lasts longer by what that takes from it."""
+    dice = np.random.default_rng(1)
+    estimator, now = Estimator(group(shares=True)), 0.0
+    for part in range(11):
+        small: list[Step] = []
+        large: list[Step] = []
+        for _ in range(40):
+            # What else prolongs a step, such as its contexts, prolongs the overlap too.
+            alone, share = 20e-3 * float(dice.uniform(0.9, 1.1)), float(dice.uniform(0, 1))
+            seconds = alone / (1 - share * factor / (1 + factor))
+            large.append(Step(now, seconds, 4))
+            small += [Step(now, share * seconds, 2), Step(now + seconds, 2e-3, 2)]
+            now += seconds + 2e-3
+        estimator.observe(
+            {
+                "small": Report(now, 8, 0, 0, 400 * part, {1: 200 * part}, {1: 200 * part}, small),
+                "large": Report(now, 8, 0, 0, 400 * part, {0: 400 * part}, {1: 400 * part}, large),
+            }
+        )
+    found = estimator.network()
+    assert found is not None
+    assert found.contention[1] == pytest.approx(factor, rel=0.1, abs=0.05)
+    assert found.step_times[1].of(4) == pytest.approx(20e-3, rel=0.05)
+
+
 def test_too_little_is_known_at_first_and_after_a_restart_of_a_worker_counts_go_on() -> None:
     controller, daemon = Controller(group()), Daemon(paper_pair(), 8, rate=50)
     run(controller, daemon, 5)

@@ -37,6 +37,9 @@ _MISFIT = 0.15
 """Relative error above which a line is no picture of the step times."""
 _SPREAD = 0.1
 """Standard deviation of the overlap from which on its effect can be told."""
+_MOST_CONTENTION = 9.0
+"""A step that goes on at a tenth of its speed."""
+_CONTENTION_STEP = 1e-3
 _TIME_SLICES = 1.0
 """Contention of models that share a GPU, as long as nothing else is known."""
 
@@ -185,7 +188,7 @@ class Estimator:
         if shares and float(np.std(overlap)) > _SPREAD:
             factor = _contention(batch, seconds, overlap)
         learned.contention = factor
-        alone = seconds / (1 + factor * overlap)
+        alone = _alone(seconds, overlap, factor)
         base, slope = _line(batch, alone)
         misfit = float(np.mean(np.abs(base + slope * batch - alone)) / np.mean(alone))
         sizes = np.unique(batch)
@@ -229,11 +232,29 @@ def _line(batch: Floats, seconds: Floats) -> tuple[float, float]:
 
 
 def _contention(batch: Floats, seconds: Floats, overlap: Floats) -> float:
-    """k of (a + c b)(1 + k o), from the least squares of its four products."""
-    columns = np.stack([np.ones_like(batch), batch, overlap, overlap * batch], axis=1)
-    base, slope, shared, both = map(float, np.linalg.lstsq(columns, seconds, rcond=None)[0])
-    mean = float(np.mean(batch))
-    return max(0.0, (shared + both * mean) / max(base + slope * mean, 1e-9))
+    """The factor with which what steps would have taken alone has nothing to do with how much they overlapped, batches of a size.
+
+    Seconds of overlap are no measure of it, nor their least squares: a step that lasts longer for any reason overlaps for longer.
+    """
+    columns = np.stack([np.ones_like(batch), batch], axis=1)
+    instrument = overlap - columns @ np.linalg.lstsq(columns, overlap, rcond=None)[0]
+    low, high = 0.0, _MOST_CONTENTION
+    while high - low > _CONTENTION_STEP:
+        middle = (low + high) / 2
+        if float(instrument @ _alone(seconds, overlap, middle)) > 0:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _alone(seconds: Floats, overlap: Floats, factor: float) -> Floats:
+    """What steps would have taken without other models, which they ran beside for these shares of their time.
+
+    Beside one other model a step goes on at 1 / (1 + factor) of its speed; shares above 1 are those of several models.
+    """
+    beside = np.minimum(overlap, 1.0)
+    return np.asarray(seconds * (1 - beside + beside / (1 + factor * np.maximum(overlap, 1.0))))
 
 
 def _overlap(begin: Floats, end: Floats, others: Sequence[Step]) -> Floats:
