@@ -232,8 +232,8 @@ def test_contention_is_told_from_steps_that_overlap_in_part(factor: float) -> No
             now += seconds + 2e-3
         estimator.observe(
             {
-                "small": Report(now, 8, 0, 0, 400 * part, {1: 200 * part}, {1: 200 * part}, small),
-                "large": Report(now, 8, 0, 0, 400 * part, {0: 400 * part}, {1: 400 * part}, large),
+                "small": Report(now, 0.0, 8, 0, 0, 400 * part, {1: 200 * part}, {1: 200 * part}, small),
+                "large": Report(now, 0.0, 8, 0, 0, 400 * part, {0: 400 * part}, {1: 400 * part}, large),
             }
         )
     found = estimator.network()
