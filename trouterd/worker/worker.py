@@ -146,9 +146,9 @@ class Worker:
             for event in self._inbox.take():
                 self.events.apply(event)
             again = await self._launch_steps()
-            busy = self.stepper.in_flight > 0
+            busy, held = self.stepper.in_flight > 0, again < NEVER
             if self.recorder is not None:
-                self.recorder.looked(self.stepper.in_flight, held=again < NEVER)
+                self.recorder.looked(self.stepper.in_flight, held=held)
             # Behind the launch of the next step, which so need not wait for that.
             self._pass_on()
             if busy:
@@ -157,7 +157,6 @@ class Worker:
                 # It came and is not needed any more, or its step failed.
                 self.turns.give_back(self.stepper.in_flight)
             # A visitor that is held back by delayed batching, or by whose turn it is, is not blocked.
-            held = again < NEVER
             if not busy and (held or not self._refuse_blocked()) and not self._inbox:
                 await self._wait(again)
             else:
