@@ -30,6 +30,8 @@ _MISFIT = 0.15
 """Relative error above which a line is no picture of the step times."""
 _SPREAD = 0.1
 """Standard deviation of the overlap from which on its effect can be told."""
+_MOST_SLOPE = 0.95
+"""Of the time that a step is overlapped for, by which it is longer: where it is more, the model all but stands still meanwhile."""
 _TIME_SLICES = 1.0
 """Contention of models that share a GPU, as long as nothing else is known."""
 
@@ -156,19 +158,20 @@ class Estimator:
         if len(samples) < ENOUGH_STEPS:
             return
         batch, seconds, overlap = (np.array(column, dtype=np.float64) for column in zip(*samples, strict=True))
-        factor = learned.contention
+        slope = learned.contention / (1 + learned.contention)
         if shares and float(np.std(overlap)) > _SPREAD:
-            factor = _contention(batch, seconds, overlap)
-        learned.contention = factor
-        alone = seconds / (1 + factor * overlap)
-        base, slope = _line(batch, alone)
-        misfit = float(np.mean(np.abs(base + slope * batch - alone)) / np.mean(alone))
+            slope = _slope(batch, seconds, overlap)
+        learned.contention = slope / (1 - slope)
+        # Several other models at once overlap a step for more than it takes.
+        alone = seconds * np.maximum(1 - slope * overlap, 1 - _MOST_SLOPE)
+        base, more = _line(batch, alone)
+        misfit = float(np.mean(np.abs(base + more * batch - alone)) / np.mean(alone))
         sizes = np.unique(batch)
         if misfit > _MISFIT and len(sizes) > 2:
             medians = np.maximum.accumulate([float(np.median(alone[batch == size])) for size in sizes])
             learned.points = list(zip(sizes.tolist(), medians.tolist(), strict=True))
         else:
-            learned.points = [(1.0, base + slope), (2.0, base + 2 * slope)]
+            learned.points = [(1.0, base + more), (2.0, base + 2 * more)]
 
 
 def _handoff(facts: Sequence[Learned]) -> float:
@@ -203,12 +206,16 @@ def _line(batch: Floats, seconds: Floats) -> tuple[float, float]:
     return max(base, 1e-7), slope
 
 
-def _contention(batch: Floats, seconds: Floats, overlap: Floats) -> float:
-    """k of (a + c b)(1 + k o), from the least squares of its four products."""
-    columns = np.stack([np.ones_like(batch), batch, overlap, overlap * batch], axis=1)
-    base, slope, shared, both = map(float, np.linalg.lstsq(columns, seconds, rcond=None)[0])
-    mean = float(np.mean(batch))
-    return max(0.0, (shared + both * mean) / max(base + slope * mean, 1e-9))
+def _slope(batch: Floats, seconds: Floats, overlap: Floats) -> float:
+    """s of: a step takes a + c * batch + s * the time that it is overlapped for; from 0 to _MOST_SLOPE.
+
+    Not by least squares: a step that happens to be longer is overlapped for longer, too. What it is compared by is the share of it,
+    which does not depend on its length (an instrumental variable).
+    """
+    known = np.stack([np.ones_like(batch), batch, overlap * seconds])
+    compared = np.stack([np.ones_like(batch), batch, overlap])
+    found = np.linalg.lstsq(compared @ known.T, compared @ seconds, rcond=None)[0]
+    return min(max(float(found[2]), 0.0), _MOST_SLOPE)
 
 
 def _commits(facts: Sequence[Learned]) -> Matrix:
