@@ -10,6 +10,7 @@ import pytest
 from bench.experiment_case import CaseError
 from bench.experiment_settings import Settings, told
 from bench.experiment_setup import Setup
+from trouterd.settings import load
 
 NAMES = ("small", "large")
 
@@ -76,6 +77,17 @@ def test_what_does_not_fit_together_is_refused_before_anything_starts() -> None:
         setup("*.megakernel=on").check()
     # Whether models are there is not asked.
     setup("small.depth=1", sources=("/nowhere/small", "/nowhere/large")).check()
+
+
+@pytest.mark.parametrize("own", [{"small": "megakernel_percent = 12"}, {"large": "sm_percent = 90"}])
+def test_divisions_of_a_card_are_valid_configurations(tmp_path: Path, own: dict[str, str]) -> None:
+    made = setup("small.megakernel_percent=30")
+    (tmp_path / "trouterd.toml").write_text(
+        made.deployment(own={name: (line,) for name, line in own.items()}).configuration(tmp_path)
+    )
+    config = load(tmp_path / "trouterd.toml", {})
+    assert config.models["small"].megakernel_percent == (12 if "small" in own else 30)
+    assert config.models["large"].sm_percent == (90 if "large" in own else 0)
 
 
 def test_who_has_the_persistent_kernel() -> None:
