@@ -39,11 +39,14 @@ def over_control(link: Link, models: Sequence[str]) -> Callable[[], Counters]:
 
 
 def steps_over_control(link: Link, models: Sequence[str]) -> Callable[[float], dict[str, list[Step]]]:
-    """The latest steps of these models by the verb `batching-steps`; one that does not answer has none."""
+    """The latest steps of these models by the verb `batching-steps`; nothing where one of them does not answer, since what ran
+    beside the others is not known then."""
 
     def steps(since: float) -> dict[str, list[Step]]:
         shown = link.call("batching-steps", since=since)
-        return {name: msgspec.convert(own, list[Step]) for name in models if isinstance(own := shown[name], list)}
+        if not all(isinstance(shown.get(name), list) for name in models):
+            return {}
+        return {name: msgspec.convert(shown[name], list[Step]) for name in models}
 
     return steps
 

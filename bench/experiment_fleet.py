@@ -158,6 +158,8 @@ class OpenedFleet:
         if self._setup.given_contention:
             factors, by = self._setup.given_contention, "given"
         if case.system == TURNS or self._setup.takes_turns:
+            if network.size > 2:
+                raise CaseError(f"thresholds for models that take turns are known for two, not for {network.size}")
             return replace(network, turns=True), "turns"
         return replace(network, contention=factors or network.contention), by
 

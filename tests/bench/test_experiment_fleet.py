@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from bench.experiment_case import TURNS, Case, Record
+from bench.experiment_case import TURNS, Case, CaseError, Record
 from bench.experiment_fleet import Assumed, OpenedFleet, planned
 from bench.experiment_settings import Settings
 from bench.experiment_setup import Setup
 from bench.experiment_steps import StepTimes
-from bench.patterns import R2R
+from bench.patterns import ME, R2R
 from bench.target import Target
 from tests.bench.experiment_fakes import case, window
 from trouterd.batching.network import Network, StepTime
@@ -99,6 +99,18 @@ def test_windows_before_tell_it() -> None:
     assert unasked.facts["contention_by"] == "assumed"
     given = record(opened(FakeFleet(), steps, given_contention=(0.5, 2.0)), PLANNED)
     assert (given.facts["contention"], given.facts["contention_by"]) == ([0.5, 2.0], "given")
+
+
+def test_three_models_in_turns_have_no_plan() -> None:
+    steps = StepTimes()
+    for name in (*NAMES, "middle"):
+        one = case(name, 16)
+        steps.learn(one, window(one, 900.0, step_ms={name: 5.0}, batch={name: 16.0}))
+    setup = Setup(("a", "b", "c"), ("cuda:0",) * 3, (1, 1, 1), Settings({"batching.overlap": False}))
+    fleet: Any = FakeFleet()
+    three = OpenedFleet(fleet, Path(), ExitStack(), setup, {ME.key: ME}, steps, Assumed(()))
+    with pytest.raises(CaseError, match="known for two, not for 3"):
+        record(three, case(ME.key, 16, "planned"))
 
 
 def test_turns_have_a_plan_of_their_own() -> None:
