@@ -41,8 +41,8 @@ class Case:
     """Seconds of load before the window."""
     seconds: float = 0.0
     """Of its window at most; 0: as long as the others'."""
-    changed: str = ""
-    """A model whose steps differ here from those of trouterd as it is, even where it is alone."""
+    changed: tuple[str, ...] = ()
+    """Models whose steps differ here from those of trouterd as it is, even where they are alone."""
     instant: bool = False
     """Its figures come with the start of its stage."""
 

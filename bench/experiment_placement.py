@@ -1,28 +1,33 @@
-"""Experiment f: ways in which two models share one card, beside a card for each; what that does to steps and to the tail.
+"""Experiment f: ways in which models share one card, beside a card for each; what that does to steps and to the tail.
 
 - As it is: under MPS, the persistent kernel of the small model on 80 % of the multiprocessors for the whole of its steps.
-- Divided: that kernel on a smaller part of them (`megakernel_percent`), so that the large model's kernels have the rest.
+- Divided: that kernel on a smaller part of them (`megakernel_percent`), so that the large model's kernels have the rest; or with
+  a persistent kernel of the large model on the rest.
 - In turns: one model at a time (`batching.overlap = false`), on the daemon as it is.
 - Without MPS, and with MPS limits of the large model, which come last: its matrix library gives wrong products on some.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bench.ablations import ablated
 from bench.deployment import Deployment
-from bench.experiment_case import LARGE, TROUTERD, TURNS, Case, Stage
+from bench.experiment_case import LARGE, SMALL, TROUTERD, TURNS, Case, Stage
 from bench.experiment_fleet import EAGER, PLANNED
 from bench.experiment_scope import REFERENCE, Scope
+from bench.experiment_setup import Setup
 from trouterd.batching.placement import SEPARATE, SHARED
 from trouterd.worker.engine import SHARED_PART
 
 KERNEL = (30, 12, 60, 20, 40, 80)
 """Percent of the multiprocessors for the persistent kernel; the first ones say most."""
+BOTH = (20, 40)
+"""Percent for that of the small model where the large one has a persistent kernel on the rest."""
 LIMITS = (90, 80, 70, 60)
 """Percent of them that the large model may use at once."""
+_WHOLE = 100
 _TIME_SLICES = (1.0, 1.0)
 _PROBED = (4, 16)
 """Streams at which the other models' step times are taken: batches of a route lie between and around them."""
@@ -43,17 +48,12 @@ def stages(scope: Scope) -> list[Stage]:
     found = [scope.fleet(_as_it_is(scope, turns=turns), measured=True)]
     if setup.placement != SHARED:
         return found
-    if kernel := setup.kernel_model:
-        usual = setup.settings.of_model(kernel).get("megakernel_percent") or round(100 * SHARED_PART)
-        for percent in KERNEL:
-            if percent != usual:
-                divided = setup.deployment(own={kernel: (f"megakernel_percent = {percent}",)})
-                found.append(_stage(scope, Way(f"kernel at {percent} %", 0, kernel), divided))
+    found += [_stage(scope, way, setup.deployment(own=own)) for way, own in _divisions(setup)]
     contention = _TIME_SLICES if len(setup.names) == len(_TIME_SLICES) else None
     found.append(_stage(scope, Way("no MPS", 12), ablated(setup.deployment(), "no MPS"), contention))
     for rank, percent in enumerate(LIMITS):
         limited = setup.deployment(own={LARGE: (f"sm_percent = {percent}",)})
-        found.append(_stage(scope, Way(f"large at {percent} %", 15 + rank, LARGE), limited))
+        found.append(_stage(scope, Way(f"large at {percent} %", 15 + rank, (LARGE,)), limited))
     return found
 
 
@@ -64,16 +64,36 @@ class Way:
     name: str
     """The system of its windows."""
     importance: int = REFERENCE
-    changed: str = ""
+    changed: tuple[str, ...] = ()
     """See `Case.changed`."""
 
 
 _USUAL, _IN_TURNS = Way(TROUTERD), Way(TURNS)
 
 
+def _divisions(setup: Setup) -> Iterator[tuple[Way, Mapping[str, Sequence[str]]]]:
+    """Parts of the card for persistent kernels, as lines of the models' tables: for that of one model, then for one of each."""
+    said = {name: setup.settings.of_model(name) for name in setup.names}
+    if kernel := setup.kernel_model:
+        usual = said[kernel].get("megakernel_percent") or round(100 * SHARED_PART)
+        taken = sum(
+            own.get("megakernel_percent", 0)
+            for name, own in said.items()
+            if name != kernel and own.get("megakernel") == "on"
+        )
+        for percent in KERNEL:
+            if percent != usual and percent + taken <= _WHOLE:
+                yield Way(f"kernel at {percent} %", 0, (kernel,)), {kernel: (f"megakernel_percent = {percent}",)}
+    if setup.names == (SMALL, LARGE) and not any("megakernel" in own for own in said.values()):
+        for percent in BOTH:
+            parts = {SMALL: percent, LARGE: _WHOLE - percent}
+            own = {name: ('megakernel = "on"', f"megakernel_percent = {part}") for name, part in parts.items()}
+            yield Way(f"kernels at {percent} + {_WHOLE - percent} %", 6, (SMALL, LARGE)), own
+
+
 def _stage(scope: Scope, way: Way, deployment: Deployment, contention: Sequence[float] | None = None) -> Stage:
     """A daemon of its own: steps of the model that it changes, both models side by side, and a plan by what that shows."""
-    cases = _probes(scope, way, [way.changed] if way.changed else [], _PROBE)
+    cases = _probes(scope, way, way.changed, _PROBE)
     cases += [*_eager(scope, way, _SIDE_BY_SIDE), *_planned(scope, way, _PLANNED)]
     return scope.fleet(cases, name=way.name, deployment=deployment, contention=contention, measured=True)
 

@@ -69,7 +69,7 @@ class Scope:
         system: str = TROUTERD,
         batching: str = "",
         body: Mapping[str, Any] | None = None,
-        changed: str = "",
+        changed: tuple[str, ...] = (),
     ) -> Case:
         """One window."""
         return Case(

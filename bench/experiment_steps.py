@@ -95,8 +95,9 @@ class StepTimes:
             return ()
         network = fed(pattern.network([time.decode for time in times], (), 0.0), times)
         alone = dict(zip(names, network.step_times, strict=True))
-        if (case.system, case.workload, case.changed) not in self._points:
-            alone.pop(case.changed, None)
+        for name in case.changed:
+            if (case.system, case.workload, name) not in self._points:
+                alone.pop(name, None)
         return samples(case.system, window, alone)
 
 

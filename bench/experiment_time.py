@@ -74,7 +74,7 @@ def alone_ms(group: Group, one: Measured, name: str) -> float | None:
     measured there, else with trouterd as it is, unless the model's steps are others there; None: not known."""
     case, step = one.case, mean_step(one.record.window, name)
     found = group.select(system=case.system, workload=case.workload, subject=name)
-    if not found and name != case.changed:
+    if not found and name not in case.changed:
         found = group.select(workload=case.workload, subject=name)
     points = sorted(point for other in found if (point := mean_step(other.record.window, name)))
     return _between(points, step[0]) if points and step else None

@@ -57,7 +57,7 @@ def test_no_model_gains_by_another_one_beside_it() -> None:
     assert Slope(1.2, 1).factor == pytest.approx(19)
 
 
-def routed(system: str, changed: str = "") -> tuple[Any, dict[str, Any]]:
+def routed(system: str, *changed: str) -> tuple[Any, dict[str, Any]]:
     one = case(R2R.key, 16, "eager", system=system, changed=changed)
     own = {
         "small": {"steps": 900, "batch": 8.0, "step_ms": 1.5, "overlap_ms": 1.0},
@@ -88,7 +88,7 @@ def test_windows_of_a_run() -> None:
 def test_a_model_whose_steps_are_others_there_has_to_be_measured_alone_there() -> None:
     divided = routed("kernel at 12 %", "small")
     assert measured(divided).fit("low", R2R, NAMES).slopes.keys() == {("kernel at 12 %", "large")}
-    alone = case("small", 16, system="kernel at 12 %", changed="small")
+    alone = case("small", 16, system="kernel at 12 %", changed=("small",))
     own = {"steps": 100, "batch": 8.0, "step_ms": 1.4, "overlap_ms": 0.0}
     both = measured(divided, (alone, window(alone, 900.0, overlap={"small": own})))
     assert both.fit("low", R2R, NAMES).slopes["kernel at 12 %", "small"].value == pytest.approx(0.1)

@@ -192,7 +192,7 @@ def steps(one: Case, rate: float, small: tuple[float, float, float], large: tupl
 
 
 def test_ways_to_share_a_card(tmp_path: Path) -> None:
-    divided, alone = {"system": "kernel at 12 %", "changed": "small"}, ((16, 1.0, 0.0), (16, 18.0, 0.0))
+    divided, alone = {"system": "kernel at 12 %", "changed": ("small",)}, ((16, 1.0, 0.0), (16, 18.0, 0.0))
     found = [
         steps(case("large", 16), 860.0, *alone),
         steps(case("small", 16), 8000.0, *alone),

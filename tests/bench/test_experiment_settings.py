@@ -73,7 +73,7 @@ def test_what_is_refused(text: str, message: str) -> None:
 def test_what_does_not_fit_together_is_refused_before_anything_starts() -> None:
     with pytest.raises(CaseError, match=r"--set models\.small\.sm_percent: limits a model on a GPU"):
         setup("small.sm_percent=50", sources=("script:2", "script:8"), device="cpu").check()
-    with pytest.raises(CaseError, match="one model of a GPU can have it"):
+    with pytest.raises(CaseError, match=r"--set models\.large\.megakernel: on GPU 0 'small' says 'on' as well"):
         setup("*.megakernel=on").check()
     # Whether models are there is not asked.
     setup("small.depth=1", sources=("/nowhere/small", "/nowhere/large")).check()

@@ -124,14 +124,20 @@ def test_a_sweep_of_one_card_fits_into_five_minutes(capsys: pytest.CaptureFixtur
     assert main(["--experiment", "f", *pair, *quick, "420"]) == 0
     listed = capsys.readouterr().out
     dropped = [line for line in listed.splitlines() if line.endswith("dropped")]
-    assert not [line for line in dropped if "kernel" in line and line.split("   ")[0].endswith(("/16", "/64"))]
+    assert not [line for line in dropped if "kernel at" in line and line.split("   ")[0].endswith(("/16", "/64"))]
     assert all(line.endswith("dropped") for line in listed.splitlines() if "large at" in line and "importance" in line)
     assert main(["--experiment", "f", *pair, *quick, "420", "--set", "small.megakernel_percent=30"]) == 0
     listed = capsys.readouterr().out
     assert "kernel at 80 %: 35 s to start" in listed
     assert "kernel at 30 %" not in listed
+    assert "kernels at 20 + 80 %: 35 s to start" in listed
     assert main(["--experiment", "f", *pair, *quick, "420", "--set", "*.megakernel=off"]) == 0
-    assert "kernel at" not in capsys.readouterr().out
+    assert "kernel" not in capsys.readouterr().out
+    both = [f"{name}.{key}" for name in ("small", "large") for key in ("megakernel=on", "megakernel_percent=50")]
+    assert main(["--experiment", "f", *pair, *quick, "420", *(part for one in both for part in ("--set", one))]) == 0
+    listed = capsys.readouterr().out
+    assert "kernel at 40 %: " in listed
+    assert not [part for part in ("kernel at 60 %", "kernel at 80 %", "kernels at") if part in listed]
 
 
 def test_every_experiment_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,8 +30,9 @@ _MISFIT = 0.15
 """Relative error above which a line is no picture of the step times."""
 _SPREAD = 0.1
 """Standard deviation of the overlap from which on its effect can be told."""
-_MOST_SLOPE = 0.95
-"""Of the time that a step is overlapped for, by which it is longer: where it is more, the model all but stands still meanwhile."""
+_MOST_CONTENTION = 9.0
+"""A step that goes on at a tenth of its speed."""
+_CONTENTION_STEP = 1e-3
 _TIME_SLICES = 1.0
 """Contention of models that share a GPU, as long as nothing else is known."""
 
@@ -158,20 +159,19 @@ class Estimator:
         if len(samples) < ENOUGH_STEPS:
             return
         batch, seconds, overlap = (np.array(column, dtype=np.float64) for column in zip(*samples, strict=True))
-        slope = learned.contention / (1 + learned.contention)
+        factor = learned.contention
         if shares and float(np.std(overlap)) > _SPREAD:
-            slope = _slope(batch, seconds, overlap)
-        learned.contention = slope / (1 - slope)
-        # Several other models at once overlap a step for more than it takes.
-        alone = seconds * np.maximum(1 - slope * overlap, 1 - _MOST_SLOPE)
-        base, more = _line(batch, alone)
-        misfit = float(np.mean(np.abs(base + more * batch - alone)) / np.mean(alone))
+            factor = _contention(batch, seconds, overlap)
+        learned.contention = factor
+        alone = _alone(seconds, overlap, factor)
+        base, slope = _line(batch, alone)
+        misfit = float(np.mean(np.abs(base + slope * batch - alone)) / np.mean(alone))
         sizes = np.unique(batch)
         if misfit > _MISFIT and len(sizes) > 2:
             medians = np.maximum.accumulate([float(np.median(alone[batch == size])) for size in sizes])
             learned.points = list(zip(sizes.tolist(), medians.tolist(), strict=True))
         else:
-            learned.points = [(1.0, base + more), (2.0, base + 2 * more)]
+            learned.points = [(1.0, base + slope), (2.0, base + 2 * slope)]
 
 
 def _handoff(facts: Sequence[Learned]) -> float:
@@ -206,16 +206,30 @@ def _line(batch: Floats, seconds: Floats) -> tuple[float, float]:
     return max(base, 1e-7), slope
 
 
-def _slope(batch: Floats, seconds: Floats, overlap: Floats) -> float:
-    """s of: a step takes a + c * batch + s * the time that it is overlapped for; from 0 to _MOST_SLOPE.
+def _contention(batch: Floats, seconds: Floats, overlap: Floats) -> float:
+    """The factor with which what steps would have taken alone has nothing to do with how much they overlapped, batches of a size.
 
-    Not by least squares: a step that happens to be longer is overlapped for longer, too. What it is compared by is the share of it,
-    which does not depend on its length (an instrumental variable).
+    Seconds of overlap are no measure of it, nor their least squares: a step that lasts longer for any reason overlaps for longer.
     """
-    known = np.stack([np.ones_like(batch), batch, overlap * seconds])
-    compared = np.stack([np.ones_like(batch), batch, overlap])
-    found = np.linalg.lstsq(compared @ known.T, compared @ seconds, rcond=None)[0]
-    return min(max(float(found[2]), 0.0), _MOST_SLOPE)
+    columns = np.stack([np.ones_like(batch), batch], axis=1)
+    instrument = overlap - columns @ np.linalg.lstsq(columns, overlap, rcond=None)[0]
+    low, high = 0.0, _MOST_CONTENTION
+    while high - low > _CONTENTION_STEP:
+        middle = (low + high) / 2
+        if float(instrument @ _alone(seconds, overlap, middle)) > 0:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _alone(seconds: Floats, overlap: Floats, factor: float) -> Floats:
+    """What steps would have taken without other models, which they ran beside for these shares of their time.
+
+    Beside one other model a step goes on at 1 / (1 + factor) of its speed; shares above 1 are those of several models.
+    """
+    beside = np.minimum(overlap, 1.0)
+    return np.asarray(seconds * (1 - beside + beside / (1 + factor * np.maximum(overlap, 1.0))))
 
 
 def _commits(facts: Sequence[Learned]) -> Matrix:
