@@ -41,7 +41,7 @@ _SIDE_BY_SIDE, _PROBE, _PLANNED, _MORE = 1, 2, 3, 4
 
 
 def stages(scope: Scope) -> list[Stage]:
-    """One daemon per way of sharing; on GPUs of their own, or on none, there is only one. Turns are taken on any but the former."""
+    """One daemon per way of sharing; on GPUs of their own, or on none, there is only one. Turns are for those who share."""
     scope = scope.only(1)
     setup = scope.setup
     turns = setup.placement != SEPARATE and not setup.takes_turns
