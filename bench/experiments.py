@@ -259,7 +259,7 @@ def _parser() -> argparse.ArgumentParser:
         default=(),
         metavar="LIST",
         help="for plans: by how much another running model prolongs a step, of all models or of each"
-        " (1.8,0.06 for two on one GPU; f measures it)",
+        " (0.25,4 for two on one GPU; f measures it)",
     )
     windows.add_argument("--handoff-ms", type=float, default=_HANDOFF_MS, metavar="MS", help="for plans (0.3)")
     windows.add_argument(
