@@ -39,6 +39,8 @@ class Options:
     depth: int
     megakernel: bool
     """Small steps run as one persistent kernel where the device and the model's shape allow it."""
+    kernel_share: float = 1.0
+    """Part of the multiprocessors that it takes."""
 
 
 def open_runner(options: Options) -> DeviceRunner:
@@ -77,14 +79,14 @@ def _on_cuda(options: Options, pages: int) -> RowDecoder:
 
 
 def _packer(options: Options) -> Packer | None:
-    """As a worker that has its GPU for itself would pack the weights."""
+    """As a worker with this share of its GPU would pack the weights."""
     from models.cuda.fast_steps import Packer, obstacle
 
     config = ModelConfig.load(options.directory)
     if problem := obstacle(config, resolve_dtype(options.dtype, config), options.device):
         print(f"small steps are not run as one kernel: {problem}")
         return None
-    return Packer(config, vocab_size=config.vocab_size, device=options.device)
+    return Packer(config, vocab_size=config.vocab_size, device=options.device, share=options.kernel_share)
 
 
 def _on_cpu(options: Options, pages: int) -> RowDecoder:

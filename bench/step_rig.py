@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from models.resident import NO_ROUTE, OWN_TOKEN, Resident, SlotSetup, StepRecord
 _ENDLESS = 1 << 30
 _WARM_UP = 10
 _LEAST_STEPS = 20
+_LEAST_ENDED = 2
 _WINDOWS = 10
 """Steps are timed in this many groups, of which the median counts: one record may be read late, with the next one."""
 _TOKEN = 1
@@ -122,6 +124,35 @@ class Rig:
         self._run(StepRows(slots, np.full(batch, _TOKEN), np.full(batch, context), slots))
         own = StepRows(slots, np.full(batch, OWN_TOKEN), np.zeros(batch, np.int64), slots)
         self._measured(lambda: own, steps)
+
+    def during(self, batch: int, count: int, context: int, begin: float, end: float) -> list[float]:
+        """Steps of `count` new rows per request from `context` on, one behind the other until `end`; two at least.
+
+        Args:
+            batch: requests.
+            count: rows of each.
+            context: tokens before them.
+            begin: on the monotonic clock.
+            end: likewise.
+
+        Returns:
+            Seconds of each step that began and ended in between.
+
+        Raises:
+            TooLargeError: no room.
+        """
+        rows = self._runs(batch, context, count)
+        self._open(batch, context, context + count)
+        runner = self._runner
+        seen: list[float] = []
+        while len(seen) < _LEAST_ENDED or seen[-1] < end:
+            while runner.in_flight < runner.depth:
+                runner.launch(rows)
+            if runner.poll() is not None:
+                seen.append(time.monotonic())
+        while runner.in_flight:
+            runner.poll()
+        return [after - before for before, after in pairwise(seen) if begin <= before and after <= end]
 
     def _runs(self, batch: int, start: int, count: int, first_slot: int = 0) -> StepRows:
         """`count` given tokens for each of `batch` slots."""

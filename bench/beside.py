@@ -1,0 +1,333 @@
+"""Two models on one GPU at once: a step of each alone and beside the other, by the part of the GPU that one of them has.
+
+    python -m bench.beside --small Qwen3-0.6B --large Qwen3-32B --percent 12,20,30,40,60,80 --json FILE
+
+Two processes under MPS, without HTTP and without hand-offs; each runs one kind of step without pause. The small model has the
+persistent kernel, on each of these percentages of the multiprocessors in turn (0: none has it). Steps are REQUESTSxROWS: a
+visit of the large model feeds the rows that it has missed. `contention` is what `trouterctl batching plan --contention` takes:
+by how much a step is longer beside a running one of the other model. `together` is what both do in a second by what each would
+do alone in it: 1 where they take turns, 2 where neither notices the other. --json is written after each percentage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.deployment import Deployment, ModelSpec
+from bench.experiment_case import LARGE, SMALL
+from bench.mps import sharing
+from bench.step_heads import HEADS
+from bench.surroundings import surroundings
+from models.weights import DTYPES
+from trouterd.interpreter import environment, module_command
+from trouterd.settings import ConfigError, load
+
+_LEAD = 0.1
+"""Seconds that both have to begin before a window does."""
+_END = 10.0
+"""Seconds that a process gets to end."""
+
+
+class SideError(Exception):
+    """A process did not do what it was asked for; the message says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Steps of one model."""
+
+    requests: int
+    rows: int
+
+    def __str__(self) -> str:
+        return f"{self.requests}x{self.rows}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Steps of both models, ms; alone, and beside each other."""
+
+    percent: int
+    small: str
+    large: str
+    small_alone: float
+    small_beside: float
+    large_alone: float
+    large_beside: float
+
+    @property
+    def contention(self) -> tuple[float, float]:
+        """By how much a step of either is longer beside the other."""
+        return self.small_beside / self.small_alone - 1, self.large_beside / self.large_alone - 1
+
+    @property
+    def together(self) -> float:
+        """Work of both in a second, by what each does alone in a second."""
+        return self.small_alone / self.small_beside + self.large_alone / self.large_beside
+
+
+class Side:
+    """A process with one model.
+
+    Args:
+        name: for messages.
+        process: has pipes for its input and output.
+        seconds: that a window lasts.
+    """
+
+    def __init__(self, name: str, process: subprocess.Popen[str], seconds: float) -> None:
+        if process.stdin is None or process.stdout is None:
+            raise ValueError(f"the {name} model's process has no pipes")
+        self._name = name
+        self._process = process
+        self._input, self._output = process.stdin, process.stdout
+        self._seconds = seconds
+
+    def warm_up(self, load: Load) -> None:
+        """Run a kind of step for the first time, when its kernels are compiled. Raises SideError."""
+        self.ask(load, 0.0, 0.0)
+        self.answer()
+
+    def ask(self, load: Load, begin: float, end: float) -> None:
+        """Run these steps until `end`; `answer` has what came of it."""
+        self._input.write(json.dumps(asdict(load) | {"begin": begin, "end": end}) + "\n")
+        self._input.flush()
+
+    def answer(self) -> Mapping[str, Any]:
+        """What it says next. Raises SideError."""
+        line = self._output.readline()
+        if not line:
+            raise SideError(f"the {self._name} model's process exited with code {self._process.wait()}")
+        found: dict[str, Any] = json.loads(line)
+        if "error" in found:
+            raise SideError(f"the {self._name} model: {found['error']}")
+        return found
+
+    def end(self) -> None:
+        """Have it end."""
+        try:
+            self._input.close()
+            self._process.wait(_END)
+        except BrokenPipeError:
+            self._process.wait()
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def step_ms(self, load: Load) -> float:
+        """What it said of a window of these steps. Raises SideError: no step began and ended in it."""
+        found = self.answer()
+        if not found["steps"]:
+            raise SideError(
+                f"the {self._name} model: no step of {load} fits into {self._seconds:g} s; give more --seconds"
+            )
+        return float(found["ms"])
+
+
+@contextmanager
+def side(name: str, options: argparse.Namespace, percent: int, variables: Mapping[str, str]) -> Iterator[Side]:
+    """A process with the small or the large model; ends with the block.
+
+    Raises:
+        SideError: it did not start.
+    """
+    loads: Sequence[Load] = options.small_steps if name == SMALL else options.large_steps
+    command = module_command(
+        "bench.beside_side",
+        f"--source={options.small if name == SMALL else options.large}",
+        f"--device={options.device}",
+        f"--dtype={options.dtype}",
+        f"--requests={max(steps.requests for steps in loads)}",
+        f"--rows={max(steps.rows for steps in loads)}",
+        f"--context={options.context}",
+        f"--kernel-percent={percent}",
+        f"--head={options.head if name == SMALL else 'none'}",
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment(**variables)) as process:
+        started = Side(name, process, options.seconds)
+        try:
+            started.answer()
+            for steps in loads:
+                started.warm_up(steps)
+            yield started
+        finally:
+            started.end()
+
+
+def alone(one: Side, load: Load, seconds: float) -> float:
+    """Milliseconds of a step while the other process does nothing."""
+    begin = time.monotonic() + _LEAD
+    one.ask(load, begin, begin + seconds)
+    return one.step_ms(load)
+
+
+def beside(sides: tuple[Side, Side], loads: tuple[Load, Load], seconds: float) -> tuple[float, float]:
+    """Milliseconds of a step of each while both run."""
+    begin = time.monotonic() + _LEAD
+    for one, steps in zip(sides, loads, strict=True):
+        one.ask(steps, begin, begin + seconds)
+    small, large = (one.step_ms(steps) for one, steps in zip(sides, loads, strict=True))
+    return small, large
+
+
+class Sweep:
+    """All pairs, by percentage; `result` grows.
+
+    Args:
+        options: of the command.
+        variables: environment of each model's process.
+    """
+
+    def __init__(self, options: argparse.Namespace, variables: Mapping[str, Mapping[str, str]]) -> None:
+        self._options = options
+        self._variables = variables
+        self.result: dict[str, Any] = {
+            **surroundings(torch.device(options.device)),
+            "command": " ".join(("python -m bench.beside", *options.arguments)),
+            "models": {SMALL: options.small, LARGE: options.large},
+            "mps": bool(variables[SMALL]),
+            "context": options.context,
+            "large_percent": options.large_percent,
+            "pairs": [],
+        }
+
+    def run(self) -> Iterator[list[Pair]]:
+        """The pairs of one percentage after the other. Raises SideError."""
+        options = self._options
+        with side(LARGE, options, options.large_percent, self._variables[LARGE]) as large:
+            large_alone = {steps: alone(large, steps, options.seconds) for steps in options.large_steps}
+            for percent in options.percent:
+                with side(SMALL, options, percent, self._variables[SMALL]) as small:
+                    pairs = list(self._pairs(percent, small, large, large_alone))
+                self.result["pairs"] += [asdict(pair) for pair in pairs]
+                yield pairs
+
+    def _pairs(self, percent: int, small: Side, large: Side, large_alone: Mapping[Load, float]) -> Iterator[Pair]:
+        seconds = self._options.seconds
+        for few in self._options.small_steps:
+            small_alone = alone(small, few, seconds)
+            for many in self._options.large_steps:
+                found = beside((small, large), (few, many), seconds)
+                yield Pair(percent, str(few), str(many), small_alone, found[0], large_alone[many], found[1])
+
+
+def table(pairs: Sequence[Pair]) -> str:
+    """Of all pairs, and the contention of each percentage."""
+    lines = [
+        "| percent | small | large | small alone, ms | beside | large alone, ms | beside | contention | together |",
+        "|---:|---|---|---:|---:|---:|---:|---|---:|",
+    ]
+    lines += [
+        f"| {pair.percent} | {pair.small} | {pair.large} | {pair.small_alone:.3f} | {pair.small_beside:.3f}"
+        f" | {pair.large_alone:.2f} | {pair.large_beside:.2f} | {_factors([pair])} | {pair.together:.2f} |"
+        for pair in pairs
+    ]
+    lines += ["", "Medians:", ""]
+    for percent in dict.fromkeys(pair.percent for pair in pairs):
+        own = [pair for pair in pairs if pair.percent == percent]
+        together = statistics.median(pair.together for pair in own)
+        lines.append(f"- {percent} %: --contention {_factors(own)}, together {together:.2f}")
+    return "\n".join(lines)
+
+
+def _factors(pairs: Sequence[Pair]) -> str:
+    """As `--contention` takes them, which knows no negative ones."""
+    columns = zip(*(pair.contention for pair in pairs), strict=True)
+    return ",".join(f"{max(0.0, statistics.median(column)):.2f}" for column in columns)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if not 0 <= options.large_percent <= 100 - max(options.percent):
+        parser.error("--large-percent: kernels whose parts are more than 100 in all could wait for each other for ever")
+    options.arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        with tempfile.TemporaryDirectory(prefix="beside-") as folder, _sharing(options, Path(folder)) as variables:
+            pairs = _measured(Sweep(options, variables), options.json)
+    except (SideError, ConfigError) as error:
+        print(f"bench.beside: {error}", file=sys.stderr)
+        return 1
+    print("\n" + table(pairs))
+    return 0
+
+
+def _measured(sweep: Sweep, file: Path | None) -> list[Pair]:
+    """All pairs; each percentage is printed and written when it is there."""
+    pairs: list[Pair] = []
+    for found in sweep.run():
+        pairs += found
+        print(table(found).partition("\n\n")[0], flush=True)
+        if file:
+            file.write_text(json.dumps(sweep.result, indent=1))
+    return pairs
+
+
+@contextmanager
+def _sharing(options: argparse.Namespace, folder: Path) -> Iterator[Mapping[str, Mapping[str, str]]]:
+    """MPS, as a daemon of both models has it."""
+    models = (ModelSpec(SMALL, options.small, options.device), ModelSpec(LARGE, options.large, options.device))
+    settings = () if options.mps else ('gpu.mps = "off"',)
+    file = folder / "trouterd.toml"
+    file.write_text(Deployment(models, (), settings).configuration(folder))
+    with sharing(load(file, os.environ), folder) as variables:
+        yield variables
+
+
+def _parser() -> argparse.ArgumentParser:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m bench.beside", description=__doc__, formatter_class=formatter)
+    parser.add_argument("--small", required=True, metavar="MODEL", help="a directory, or a published shape")
+    parser.add_argument("--large", required=True, metavar="MODEL")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
+    parser.add_argument("--percent", type=_percentages, default=(20, 40, 80), metavar="LIST", help="20,40,80")
+    parser.add_argument(
+        "--large-percent", type=int, default=0, metavar="N", help="for a persistent kernel of the large model (0: none)"
+    )
+    parser.add_argument("--small-steps", type=_loads, default=_loads("4x1,16x1"), metavar="LIST", help="4x1,16x1")
+    parser.add_argument(
+        "--large-steps", type=_loads, default=_loads("4x3,14x3,12x10"), metavar="LIST", help="4x3,14x3,12x10"
+    )
+    parser.add_argument("--context", type=int, default=600, metavar="TOKENS", help="before the rows of a step")
+    parser.add_argument("--head", choices=HEADS, default="none", help="routing algorithm on the small model's rows")
+    parser.add_argument("--mps", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--seconds", type=float, default=0.8, metavar="S", help="of a window")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser
+
+
+def _percentages(text: str) -> tuple[int, ...]:
+    found = tuple(map(int, text.split(",")))
+    if not all(0 <= percent <= 100 for percent in found):
+        raise argparse.ArgumentTypeError(f"expected percentages, got {text!r}")
+    return found
+
+
+def _loads(text: str) -> tuple[Load, ...]:
+    found = []
+    for part in text.split(","):
+        requests, _, rows = part.partition("x")
+        if not (requests.isdecimal() and rows.isdecimal() and int(requests) and int(rows)):
+            raise argparse.ArgumentTypeError(f"expected REQUESTSxROWS with commas between, got {text!r}")
+        found.append(Load(int(requests), int(rows)))
+    return tuple(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
