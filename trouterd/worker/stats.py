@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 
 from trouterd.metrics import Family, Histogram, counter, gauge, histogram
