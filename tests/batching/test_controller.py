@@ -16,7 +16,7 @@ from tests.batching.loads import load, paper_pair
 from trouterd.batching import state
 from trouterd.batching import trials as trials_module
 from trouterd.batching.controller import MOST, WAITING, Controller, Kept
-from trouterd.batching.estimate import ENOUGH, Estimator
+from trouterd.batching.estimate import ENOUGH, Estimator, Learned
 from trouterd.batching.groups import Group, fingerprint, groups_of
 from trouterd.batching.launch import feasible
 from trouterd.batching.network import Network, StepTime
@@ -318,6 +318,27 @@ def test_a_model_that_hardly_any_request_goes_to_keeps_nobody_waiting_for_it() -
     assert controller.lists.keys() == set(NAMES)
     serve(2, 100)
     assert controller.network.names == names
+
+
+def test_which_of_three_models_is_the_slowest_may_depend_on_the_requests() -> None:
+    names = (*NAMES, "third")
+    moves = ({"large": 1200.0, "third": 40.0}, {"small": 2000.0}, {"small": 2000.0})
+    points = [(1.0, 0.001)], [(1.0, 0.0095), (2.0, 0.011)], [(1.0, 0.02)]
+    facts = zip(names, moves, (760.0, 2000.0, 2000.0), points, strict=True)
+    kept = Kept(
+        {name: Learned(decisions=2000.0, tokens=made, moves=went, points=times) for name, went, made, times in facts}
+    )
+    controller = Controller(Group(names, (0, 1, 2), (False,) * 3, 256), kept)
+    for now in (1.0, 2.0):
+        report = Report(now=now, since=0.0, active=2, version=0, tokens=0, decisions=0, moves={}, runs={}, steps=[])
+        controller.observe(dict.fromkeys(names, report))
+    controller.recompute(2.0)
+    assert controller.network is not None
+    assert [controller.network.slowest(count) for count in (2, 16)] == [2, 1]
+    assert controller.lists["large"][1] == 2, "the slowest one of many requests waits at two of them"
+    lists = controller.lists
+    controller.recompute(3.0)
+    assert controller.lists == lists
 
 
 def test_one_model_alone_is_no_network() -> None:

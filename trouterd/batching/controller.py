@@ -152,7 +152,8 @@ class Controller:
             self._chosen, self._replayed = {}, now
         _, active = self.measured(now)
         count = max(round(active), 2)
-        if self._plain(network) and not Predictor(network, count).judges(self._thresholds(self.lists, network, count)):
+        held = self._thresholds(self.lists, network, count)
+        if self._plain(network) and not self._predictor(network, count).judges(held):
             # Another model is the slowest one now, one that has just come into use, say: nothing is known of what these gain.
             self.lists = {}
             self._trials.forget()
@@ -230,7 +231,11 @@ class Controller:
                 found = rates(network, self._runs(network), count, thresholds)
                 self._rates[key] = sum(found) / len(found)
             return self._rates[key]
-        return Predictor(network, count).steps_per_second(count, thresholds) * network.tokens_per_step
+        return self._predictor(network, count).steps_per_second(count, thresholds) * network.tokens_per_step
+
+    def _predictor(self, network: Network, count: int) -> Predictor:
+        """As `plan` has it: which model is the slowest one is asked of the most requests, not of the present ones."""
+        return Predictor(network, max(self._most, count))
 
     def _thresholds(self, lists: Lists, network: Network, count: int) -> tuple[int, ...]:
         chosen = [lists.get(name) or [1] for name in network.names]
