@@ -598,7 +598,10 @@ def test_lists_of_a_file_are_cut_to_what_can_work() -> None:
         ({"learned": {"large": {"decisions": -1}}}, "decisions"),
         ({"learned": {"large": {"runs": {"4": 0.0}}}}, "runs"),
         ({"learned": {"large": {"points": [[1, 0.0]]}}}, "points"),
+        ({"learned": {"large": {"points": [[1, 1e300]]}}}, "points"),
+        ({"learned": {"large": {"moves": {"small": 1e300}}}}, "moves"),
         ({"learned": {"large": {"contention": -0.5}}}, "contention"),
+        ({"learned": {"large": {"contention": 1e9}}}, "contention"),
     ],
 )
 def test_a_file_with_values_that_cannot_be_is_ignored(

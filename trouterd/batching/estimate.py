@@ -45,8 +45,10 @@ _TIME_SLICES = 1.0
 """Contention of models that share a GPU, as long as nothing else is known."""
 
 
-NotNegative = Annotated[float, Meta(ge=0)]
-Positive = Annotated[float, Meta(gt=0)]
+_LEAST, _MOST = 1e-9, 1e12
+"""Of what a file may say: no time is shorter, no count larger. Beyond them arithmetic comes to nothing."""
+NotNegative = Annotated[float, Meta(ge=0, le=_MOST)]
+Positive = Annotated[float, Meta(ge=_LEAST, le=_MOST)]
 
 
 class Learned(msgspec.Struct):
@@ -61,7 +63,7 @@ class Learned(msgspec.Struct):
     runs: dict[Annotated[int, Meta(ge=0)], Positive] = {}
     points: list[tuple[Positive, Positive]] = []
     """(batch, seconds) without contention."""
-    contention: NotNegative | None = None
+    contention: Annotated[float, Meta(ge=0, le=1e3)] | None = None
     waited: NotNegative = 0.0
     waited_seconds: NotNegative = 0.0
     handed: NotNegative = 0.0
