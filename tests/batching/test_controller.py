@@ -159,6 +159,20 @@ def test_models_that_take_turns_get_a_plan_for_turns() -> None:
     assert not controller.network.turns
 
 
+def test_what_models_side_by_side_reach_is_not_compared_with_turns() -> None:
+    controller, daemon = Controller(group()), Daemon(paper_pair(), 8)
+    while controller.state != "watching the latest change":
+        run(controller, daemon, 5)
+    controller.turns = True
+    assert controller.measured(daemon.now) == (0.0, 0.0)
+    daemon.rate /= 4
+    run(controller, daemon, 60)
+    assert controller.trust == 1.0
+    assert controller.state == "settled"
+    controller.turns = True
+    assert controller.measured(daemon.now)[0] > 0
+
+
 def test_small_promises_of_waiting_are_not_worth_a_change() -> None:
     waits = {}
     for share in (0.25, 0.35):

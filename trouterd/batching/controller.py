@@ -36,6 +36,8 @@ LINGER_STEPS = 4.0
 """Of the slowest model: a request that has just missed a launch waits for that step, and until the others are back."""
 MOST_LINGER = 1.0
 """Seconds."""
+_SAMPLES = 64
+"""Times between two reports that throughput is taken from."""
 
 
 class Kept(msgspec.Struct):
@@ -64,8 +66,7 @@ class Controller:
         self.estimator = Estimator(group, kept.learned if kept else None)
         self.lists: Lists = _usable(kept.lists, group) if kept else {}
         """In force; a model that is missing launches whatever is ready."""
-        self.turns = False
-        """Models run one at a time."""
+        self._turns = False
         self.lingers: dict[str, float] = {}
         self.state = "learning"
         """In words."""
@@ -73,7 +74,7 @@ class Controller:
         self.ideal = 0.0
         """Tokens/s at the present number of requests; 0 while unknown."""
         self.network: Network | None = None
-        self._samples: deque[_Sample] = deque(maxlen=64)
+        self._samples: deque[_Sample] = deque(maxlen=_SAMPLES)
         self._last: tuple[float, dict[str, float], int] | None = None
         """When the latest reports were made, which worker processes made them, and their tokens."""
         self._trials = Trials(kept.trust if kept else 1.0)
@@ -88,6 +89,20 @@ class Controller:
     def trust(self) -> float:
         """What waiting has reached over what the throughput model promised of it."""
         return self._trials.trust
+
+    @property
+    def turns(self) -> bool:
+        """Models run one at a time. What was measured before a change of this says nothing about what comes after it."""
+        return self._turns
+
+    @turns.setter
+    def turns(self, turns: bool) -> None:
+        if turns == self._turns:
+            return
+        self._turns = turns
+        # A new one: the event loop may be looking at the old one.
+        self._samples = deque(maxlen=_SAMPLES)
+        self._trials = Trials(self.trust)
 
     # Between steps of the event loop
 
