@@ -24,8 +24,9 @@ _DAMAGED = (
     TypeError,
     AttributeError,
     AssertionError,
+    SafetensorError,
 )
-"""What torch's reader raises at files that are cut off or damaged."""
+"""What torch's reader, which takes safetensors files by their name, raises at files that are cut off or damaged."""
 
 
 def load_mapping(path: Path, key: str) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def load_mapping(path: Path, key: str) -> dict[str, Any]:
     except OSError as error:
         raise AlgorithmError(f"{key}: {path}: {error.strerror or error}", key) from error
     except _DAMAGED as error:
-        reason = str(error).split("\n", 1)[0]
+        reason = str(error).split("\n", 1)[0] or type(error).__name__
         raise AlgorithmError(
             f"{key}: {path}: not a checkpoint of tensors and plain values (code is never run): {reason}", key
         ) from error

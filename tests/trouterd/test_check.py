@@ -106,6 +106,10 @@ def test_heads_are_opened(tmp_path: Path) -> None:
     head.touch()
     (problem,) = head_problems("citer", head)
     assert problem.startswith(f"routes.r.params.checkpoint: {head}: not a checkpoint of tensors and plain values")
+    assert problem.endswith("EOFError")
+    defer.write_bytes(b"half a header")
+    (problem,) = head_problems("citer", defer)
+    assert problem.startswith(f"routes.r.params.checkpoint: {defer}: not a checkpoint of tensors and plain values")
     write_confidence(head, confidence_net(HIDDEN))
     write_defer(defer, HIDDEN)
     assert (
