@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from algorithms.r2r_router import RouterFile
 from bench import step
+from bench.experiment_setup import head_inputs
 from bench.peer_folder import PeerError
 from bench.step_floor import Ceilings, step_work
-from bench.step_heads import make_head
+from bench.step_heads import make_head, write_head
 from bench.step_kernels import Interval, summarise
 from bench.step_model import open_runner
 from bench.step_peer import run_peer
@@ -186,6 +188,14 @@ def test_heads_keep_their_rows(model: Path, name: str) -> None:
     assert head is not None
     assert runner.set_routes([head.route]) == (True,)
     rig(runner, route=0, params=head.params).decode(2, 40)
+
+
+def test_router_of_a_small_model_is_the_one_that_training_gives_it(tmp_path: Path) -> None:
+    """The published one beside the demo's small model of 128 values would take ten times as long as the model."""
+    inputs = head_inputs("builtin:small")
+    assert inputs is not None
+    write_head("r2r", tmp_path / "head", inputs)
+    assert RouterFile.load(tmp_path / "head", "checkpoint").widths == (128, 128)
 
 
 def test_router_of_the_published_size(model: Path) -> None:
