@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from bench.command_line import run_command
 from bench.delayed import PATTERNS, Settings, measure
 from bench.delayed_report import markdown, plots
 from bench.frontier_fault import FrontierError
@@ -197,4 +197,4 @@ def _times() -> Iterable[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command("bench.batching", main)

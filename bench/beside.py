@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from bench.command_line import run_command
 from bench.deployment import Deployment, ModelSpec
 from bench.experiment_case import LARGE, SMALL
 from bench.mps import sharing
@@ -330,4 +331,4 @@ def _loads(text: str) -> tuple[Load, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command("bench.beside", main)

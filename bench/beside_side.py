@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from bench.command_line import run_command
 from bench.step_heads import HEADS, make_head
 from bench.step_model import Options, open_runner
 from bench.step_rig import Rig, TooLargeError
@@ -95,4 +96,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command("bench.beside_side", main)

@@ -16,7 +16,6 @@ import cProfile
 import os
 import pstats
 import statistics
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ import numpy as np
 import torch
 import uvloop
 
+from bench.command_line import run_command
 from ipc.eventfd import create_event
 from ipc.layout import RingSpec
 from ipc.messages import Message, Sampling, Submit, encode, pack_ids
@@ -192,4 +192,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command("bench.decode_loop", main)

@@ -28,6 +28,7 @@ from aiohttp import web
 
 from algorithms.registry import AlgorithmError
 from bench.blind_routes import Destinations, Sides, blind_routes
+from bench.command_line import run_command
 from bench.one_token import ModelServer, ServerError
 from ipc.messages import Abort, Message, Submit, Tokens, TokenUpdate, pack_ids
 from models.config import ModelError
@@ -231,4 +232,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command("bench.dispatcher", lambda: main(sys.argv[1:]))

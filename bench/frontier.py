@@ -26,6 +26,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from bench.command_line import run_command
 from bench.daemon import running
 from bench.frontier_fault import FrontierError
 from bench.frontier_heads import Training, given_heads, refined, trained_heads
@@ -197,4 +198,4 @@ def _count(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command("bench.frontier", lambda: main(sys.argv[1:]))

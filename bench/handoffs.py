@@ -23,7 +23,6 @@ import gc
 import os
 import pstats
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -35,6 +34,7 @@ from typing import Any
 import torch
 import uvloop
 
+from bench.command_line import run_command
 from bench.host_steps import HostSteps, NoRows
 from ipc.eventfd import create_event
 from ipc.layout import RingSpec
@@ -253,4 +253,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command("bench.handoffs", main)

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from bench.command_line import run_command
 from bench.ipc_worker import PAIRS
 
 BUSY = 0.5  # load average per core
@@ -196,4 +197,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command("bench.ipc", main)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 import uvloop
 
 from bench.answer import Answer, Log
+from bench.command_line import run_command
 from bench.dialect import stream
 from bench.endpoint import Address, Connection
 from bench.percentiles import Percentiles
@@ -101,4 +101,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command("bench.load", main)

@@ -22,6 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from bench.command_line import run_command
 from bench.daemon import Served
 from bench.deployment import SCRIPT, Deployment, ModelSpec, RouteSpec, serving
 
@@ -135,4 +136,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command("bench.overhead", main)

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from bench.command_line import run_command
 from bench.daemon import Served
 from bench.deployment import Deployment, ModelSpec, RouteSpec, serving
 from bench.step_shapes import SHAPES
@@ -160,4 +161,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command("bench.serve", lambda: main(sys.argv[1:]))

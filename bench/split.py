@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from bench.command_line import run_command
 from models.cuda.decoder import CudaDecoder
 from models.cuda.kernels.overlap import can_overlap
 from models.cuda.shard import FusedSums, Shard
@@ -347,4 +348,4 @@ def main() -> None:
 if __name__ == "__main__":
     if "--link-fd" in sys.argv:
         follow(load=load)
-    main()
+    run_command("bench.split", main)

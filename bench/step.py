@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from bench.command_line import run_command
 from bench.peer_folder import PeerError
 from bench.step_floor import Ceilings, step_work
 from bench.step_heads import HEADS, Head, make_head
@@ -308,4 +309,4 @@ def _write(path: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command("bench.step", main)

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 import uvloop
 
+from bench.command_line import run_command
 from bench.endpoint import SILENCE
 from bench.frontier_fault import FrontierError
 from bench.frontier_plot import require_matplotlib
@@ -185,4 +186,4 @@ def _positive(text: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command("bench.throughput", lambda: main(sys.argv[1:]))

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from bench.command_line import run_command
 from bench.mps import sharing
 from bench.peer_folder import PeerError, PeerScript, installed
 from bench.step_shapes import SHAPES
@@ -183,4 +184,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command("bench.vllm_peer", lambda: main(sys.argv[1:]))

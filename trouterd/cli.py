@@ -217,8 +217,9 @@ def _demo(options: argparse.Namespace) -> int:
     del options
     from trouterd.daemon import Daemon, DaemonError
     from trouterd.demo.show import run_demo
+    from trouterd.termination import terminable
 
-    with tempfile.TemporaryDirectory(prefix="trouterd-demo-") as folder:
+    with terminable(), tempfile.TemporaryDirectory(prefix="trouterd-demo-") as folder:
         path, api = Path(folder) / DEFAULT_FILE, Path(folder) / "trouterd.sock"
         path.write_text(DEMO_CONFIG, encoding="utf-8")
         # Named as flags: variables of the environment may name the sockets of another daemon.

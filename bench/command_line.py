@@ -1,0 +1,38 @@
+"""How every benchmark's command line begins and ends."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from trouterd.termination import Terminated, terminable
+
+USAGE = 2
+"""Exit code of a command that asks for something that cannot be, as argparse has it."""
+_BY_SIGNAL = 128
+"""What a shell adds to a signal's number."""
+
+
+def run_command(name: str, main: Callable[[], int | None]) -> NoReturn:
+    """Run a command and exit with its code; SIGTERM and Ctrl-C stop what it has started.
+
+    Args:
+        name: in messages, `bench.throughput`.
+        main: returns the exit code; None is 0.
+    """
+    try:
+        with terminable():
+            code = main()
+    except KeyboardInterrupt as error:
+        number = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
+        print(f"{name}: ended by {number.name}", file=sys.stderr)
+        code = _BY_SIGNAL + number
+    sys.exit(code)
+
+
+def usage_fault(name: str, problem: object) -> int:
+    """Say what is wrong with the command line, as argparse does; returns the exit code."""
+    print(f"{name}: error: {problem}", file=sys.stderr)
+    return USAGE
