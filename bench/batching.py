@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.batching", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="bench.batching", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--requests", type=_numbers, metavar="LIST", help="1,4,16,64; with --daemon 4,8,16")
     parser.add_argument("--daemon", action="store_true", help="measure a daemon with scripted step times")
     parser.add_argument(

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from bench.command_line import run_command
+from bench.command_line import run_command, usage_fault
 from bench.deployment import Deployment, ModelSpec
 from bench.experiment_case import LARGE, SMALL
 from bench.mps import sharing
@@ -261,7 +261,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="beside-") as folder, _sharing(options, Path(folder)) as variables:
             pairs = _measured(Sweep(options, variables), options.json)
-    except (SideError, ConfigError) as error:
+    except ConfigError as error:
+        return usage_fault("bench.beside", error)
+    except SideError as error:
         print(f"bench.beside: {error}", file=sys.stderr)
         return 1
     print("\n" + table(pairs))
@@ -292,7 +294,7 @@ def _sharing(options: argparse.Namespace, folder: Path) -> Iterator[Mapping[str,
 
 def _parser() -> argparse.ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m bench.beside", description=__doc__, formatter_class=formatter)
+    parser = argparse.ArgumentParser(prog="bench.beside", description=__doc__, formatter_class=formatter)
     parser.add_argument("--small", required=True, metavar="MODEL", help="a directory, or a published shape")
     parser.add_argument("--large", required=True, metavar="MODEL")
     parser.add_argument("--device", default="cuda:0")

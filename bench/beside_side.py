@@ -83,7 +83,7 @@ def _answer(rig: Rig, context: int, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.beside_side", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="bench.beside_side", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--source", required=True, help="a directory, or a published shape")
     parser.add_argument("--device", required=True)
     parser.add_argument("--dtype", choices=tuple(DTYPES), required=True)

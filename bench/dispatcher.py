@@ -226,7 +226,7 @@ def main(arguments: list[str]) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(config, options.socket, dict(options.server)))
     except (AlgorithmError, ConfigError, ModelError, TokenizerMismatch) as error:
-        print(f"dispatcher: {error}", file=sys.stderr)
+        print(f"bench.dispatcher: {error}", file=sys.stderr)
         return 1
     return 0
 

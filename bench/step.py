@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from bench.command_line import run_command
+from bench.command_line import run_command, usage_fault
 from bench.peer_folder import PeerError
 from bench.step_floor import Ceilings, step_work
 from bench.step_heads import HEADS, Head, make_head
@@ -201,7 +201,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory() as folder:
             _measure(options, options.model or write_shape(options.shape, Path(folder), options.layers))
-    except (ModelError, PeerError) as error:
+    except ModelError as error:
+        return usage_fault("bench.step", error)
+    except PeerError as error:
         print(f"bench.step: {error}", file=sys.stderr)
         return 1
     return 0
@@ -225,7 +227,7 @@ def _measure(options: argparse.Namespace, directory: Path) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.step", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="bench.step", description=(__doc__ or "").partition("\n")[0])
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", type=Path, metavar="DIRECTORY", help="a checkpoint")
     model.add_argument("--shape", choices=SHAPES, help="random weights of a published shape")

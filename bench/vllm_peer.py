@@ -173,7 +173,7 @@ def main(arguments: list[str]) -> int:
             limit=options.limit,
         )
     except PeerError as error:
-        print(f"vllm_peer: {error}", file=sys.stderr)
+        print(f"bench.vllm_peer: {error}", file=sys.stderr)
         return 1
     if options.json:
         origin = surroundings(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

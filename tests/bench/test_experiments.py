@@ -15,6 +15,7 @@ from bench.throughput import main
 from trouterd.demo import SMALL_DIRECTORY
 
 SCRIPTS = ["--small", "script:2", "--large", "script:8"]
+BUILTIN = ["--small", "builtin:small", "--large", "builtin:large"]
 QUICK = ["--seconds", "0.5", "--settle", "0.2", "--learn", "0.5", "--workloads", "20/2000"]
 
 
@@ -185,11 +186,44 @@ def test_every_experiment_can_be_listed(capsys: pytest.CaptureFixture[str]) -> N
         (["--experiment", "a", *SCRIPTS, "--set", "small.dept=1"], "unknown key 'dept'; did you mean 'depth'?"),
         (["--experiment", "a", *SCRIPTS, "--model-set", "sm_percent=9"], "sm_percent: limits a model on a GPU"),
         (["--experiment", "h"], "--output names the folder"),
+        (["--experiment", "h", "--list", "--sweeps", "entropi"], "--sweeps: no sweep is called 'entropi'"),
+        (["--experiment", "h", "--list", "--streams", "1,2"], "--streams: experiment h takes one number"),
+        (["--experiment", "h", "--list", "--budget", "9"], "--budget does not go with experiment h"),
+        (["--experiment", "h", "--list", *SCRIPTS], "--small does not go with experiment h"),
+        (["--experiment", "a", *SCRIPTS, "--list", "--points", "3"], "--points is for experiment h alone"),
+        (["--experiment", "a", *BUILTIN, "--list"], "low (2,148 tokens), agent (9,216 tokens)"),
+        (["--experiment", "c", *BUILTIN, "--list"], "name others, such as --workloads 100/256"),
+        (
+            ["--experiment", "c", *SCRIPTS, "--list", "--workloads", "20/9,high", "--context", "4096"],
+            "--workloads 20/9",
+        ),
+        (
+            ["--experiment", "a", "--small", "nosuch", "--large", "script:8", "--list"],
+            "--small nosuch: no such directory",
+        ),
+        (["--experiment", "a", "--small", "script:2", "--large", "script:x", "--list"], "--large script:x: expected"),
+        (["--report", "nosuch"], "--report: nosuch: holds no result"),
     ],
 )
 def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert experiments.main(arguments) == 1
-    assert message in capsys.readouterr().err
+    """All have one exit code and one prefix."""
+    try:
+        code = experiments.main(arguments)
+    except SystemExit as left:
+        code = left.code
+    assert code == 2
+    complaint = capsys.readouterr().err.splitlines()[-1]
+    assert complaint.startswith("bench.throughput: error: ")
+    assert message in complaint
+
+
+def test_the_frontier_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--experiment", "h", "--sweeps", "r2r,bernoulli", "--points", "3", "--problems", "9", "--list"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "  r2r   threshold, up to 3 points   after training a head",
+        "  bernoulli   p, up to 3 points",
+        "8 points, the two models alone among them, of 9 questions at N = 16",
+    ]
 
 
 def test_setups() -> None:

@@ -148,8 +148,9 @@ def test_what_a_daemon_refuses(
     daemon: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     given = ["--output", str(tmp_path), "--problems", "1", "--socket", str(daemon.socket), *arguments]
-    assert frontier.main(given) == 1
-    assert f"frontier: {message}" in capsys.readouterr().err
+    code, prefix = (1, "bench.frontier: ") if "HTTP" in message else (2, "bench.frontier: error: ")
+    assert frontier.main(given) == code
+    assert f"{prefix}{message}" in capsys.readouterr().err
 
 
 def test_no_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,13 +161,13 @@ def test_no_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_configuration_at_fault(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--output", str(tmp_path), "--config", str(config), "--route", "small"]
-    assert frontier.main(given) == 1
+    assert frontier.main(given) == 2
     assert "--route small" in (said := capsys.readouterr().err)
     assert "there are: visits, chance, ask" in said
-    assert frontier.main([*given[:2], "--config", str(tmp_path / "no.toml"), "--route", "x"]) == 1
+    assert frontier.main([*given[:2], "--config", str(tmp_path / "no.toml"), "--route", "x"]) == 2
     assert "no.toml" in capsys.readouterr().err
     given[-1] = "visits"
-    assert frontier.main([*given, "--only", "every_n", "--sweep", "ask:threshold=1", "--sweep", "ask:threshold=1"]) == 1
+    assert frontier.main([*given, "--only", "every_n", "--sweep", "ask:threshold=1", "--sweep", "ask:threshold=1"]) == 2
     assert "--sweep: ask is swept already" in capsys.readouterr().err
 
 
@@ -175,7 +176,7 @@ def test_without_matplotlib(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert frontier.main(["--output", str(tmp_path / "out")]) == 1
-    assert "frontier: the plot needs matplotlib: pip install 'trouterd[bench]'" in capsys.readouterr().err
+    assert "bench.frontier: the plot needs matplotlib: pip install 'trouterd[bench]'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
