@@ -3,7 +3,7 @@
     python -m bench.throughput --output DIR --target trouterd=unix:/run/trouterd.sock --control /run/trouterd.ctl
                                --url http://localhost:8000 --model NAME --gpus 2
                                --workload low,agent --streams 1,4,16 --seconds 20 --settle 5
-    python -m bench.throughput --experiment a ...     an experiment, which starts its own systems
+    python -m bench.throughput --experiment a ...     an experiment, with systems of its own; --experiment a --help says more
     python -m bench.throughput --report DIR           all results of experiments in a folder as one report
 
 N clients ask again as soon as they are answered; a window is what they see in --seconds, after each of them has had a token and
@@ -34,10 +34,11 @@ from bench.surroundings import surroundings
 from bench.target import Target
 from bench.throughput_plots import write_plots
 from bench.throughput_report import number, report
-from bench.throughput_systems import add_systems, targets
+from bench.throughput_systems import System, add_systems, targets
 from bench.window import Window, measure
 from bench.workloads import NAMED, Workload, find
 
+_NAME = "bench.throughput"
 _EXPERIMENTS = ("--experiment", "--report")
 
 
@@ -53,12 +54,12 @@ def main(arguments: list[str]) -> int:
             require_matplotlib()
         options.output.mkdir(parents=True, exist_ok=True)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, ExitStack() as stack:
-            systems = [runner.run(targets(system, options.silence, stack)) for system in options.systems]
-            run = _Run(options, " ".join(["python -m bench.throughput", *arguments]))
-            for workload, streams, target in run.plan([target for found in systems for target in found]):
+            run = _Run(options, " ".join([f"python -m {_NAME}", *arguments]))
+            found = [target for system in options.systems for target in runner.run(run.targets(system, stack))]
+            for workload, streams, target in run.plan(found):
                 runner.run(run.window(target, workload, streams))
     except (FrontierError, RuntimeError, OSError) as error:
-        print(f"throughput: {error}", file=sys.stderr)
+        print(f"{_NAME}: {error}", file=sys.stderr)
         return 1
     run.write()
     return 1 if run.failures or not run.windows else 0
@@ -78,6 +79,17 @@ class _Run:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._origin = {"command": self.command, **surroundings(device)}
         self._progress = Progress(0)
+
+    async def targets(self, system: System, stack: ExitStack) -> list[Target]:
+        """What can be asked of a system; of what cannot be, the reason is kept."""
+        try:
+            found, absent = await targets(system, self.options.silence, stack)
+        except (RuntimeError, OSError) as error:
+            found, absent = [], [(system.name, str(error))]
+        for name, reason in absent:
+            print(f"{_NAME}: {name}: {reason}", file=sys.stderr)
+        self.failures += absent
+        return found
 
     def plan(self, asked: Sequence[Target]) -> list[tuple[Workload, int, Target]]:
         """Systems side by side, so that a machine that changes its pace does not favour one of them."""
@@ -135,7 +147,7 @@ class _Run:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     shape = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="bench.throughput", description=__doc__, formatter_class=shape)
+    parser = argparse.ArgumentParser(prog=_NAME, description=__doc__, formatter_class=shape)
     add_systems(parser)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the result")
     names = ", ".join(NAMED)
@@ -186,4 +198,4 @@ def _positive(text: str) -> float:
 
 
 if __name__ == "__main__":
-    run_command("bench.throughput", lambda: main(sys.argv[1:]))
+    run_command(_NAME, lambda: main(sys.argv[1:]))

@@ -74,11 +74,11 @@ def test_cases_that_do_not_fit_are_named(model: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_measured_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert step.main(["--shape=Qwen3-0.6B", *SMALL]) == 1
-    assert step.main([f"--model={tmp_path}", *SMALL]) == 1
+    assert step.main(["--shape=Qwen3-0.6B", *SMALL]) == 2
+    assert step.main([f"--model={tmp_path}", *SMALL]) == 2
     first, second = capsys.readouterr().err.splitlines()
-    assert first == "bench.step: random weights are made on a CUDA device only; name a checkpoint with --model"
-    assert second.startswith(f"bench.step: {tmp_path / 'config.json'}: ")
+    assert first == "bench.step: error: random weights are made on a CUDA device only; name a checkpoint with --model"
+    assert second.startswith(f"bench.step: error: {tmp_path / 'config.json'}: ")
     for wrong in ("--batches=0", "--batches=", "--sections=decode,nap"):
         with pytest.raises(SystemExit):
             step.main([f"--model={tmp_path}", wrong])
