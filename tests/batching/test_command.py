@@ -212,7 +212,7 @@ def test_gpus_of_each_model(capsys: pytest.CaptureFixture[str]) -> None:
 def test_files_of_the_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What bench.step writes, as it is."""
     files = []
-    for name, layers in (("small", 1), ("large", 4)):
+    for name, layers in (("small", 1), ("large", 8)):
         model = tiny_qwen3(tmp_path / name, layers=layers, hidden=16, heads=2, kv_heads=1)
         cases = ["--sections=decode", "--batches=1,4", "--contexts=20", "--steps=20", "--seconds=0.05"]
         where = ["--device=cpu", "--dtype=float32"]

@@ -1,0 +1,31 @@
+"""What is in a worker right now, and what has happened in it, by metric name."""
+
+from __future__ import annotations
+
+from trouterd.worker.request import State
+from trouterd.worker.worker import Worker
+
+
+def gauges(worker: Worker) -> dict[str, float]:
+    """What is here right now (see `stats.GAUGES`)."""
+    queues = worker.scheduler.counts()
+    pages = worker.kv.counts()
+    pending = sum(r.is_entry and r.state is State.PENDING for r in worker.requests.values())
+    return {
+        "requests_running": queues["running"],
+        "requests_waiting": queues["waiting"],
+        "requests_pending": pending,
+        "requests_away": queues["away"],
+        "requests_active": worker.active.total,
+        "pages_free": pages["free"],
+        "pages_cached": pages["cached"],
+        "pages_owned": pages["owned"],
+        "batching_threshold": worker.launching.threshold,
+        "messages_unsent": worker.outbound.unsent,
+        "steps_in_flight": worker.stepper.in_flight,
+    }
+
+
+def totals(worker: Worker) -> dict[str, float]:
+    """What has happened since the start and is counted by none of `stats` (see `stats.TOTALS`)."""
+    return {"preemptions": worker.scheduler.preemptions, "visitor_evictions": worker.scheduler.evictions}
