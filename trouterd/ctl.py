@@ -311,8 +311,9 @@ def _batching_lines(answer: Mapping[str, Any]) -> Iterable[str]:
             f" at {group['active']:.1f} active requests"
         )
         for name, row in group["routing"].items():
-            moves = " ".join(f"{share:.3f}" for share in row)
-            yield f"  {name}: step {group['step_ms'][name]:.2f} ms, goes on to {moves}, contention {group['contention'][name]:.2f}"
+            moves = ", ".join(f"{to} {share:.3f}" for to, share in zip(group["models"], row, strict=True))
+            step, contention = group["step_ms"][name], group["contention"][name]
+            yield f"  {name}: step {step:.2f} ms; goes on to {moves}; contention {contention:.2f}"
         if group["routing"]:
             yield f"  hand-off {group['handoff_ms']:.2f} ms; waiting has reached {group['trust']:.0%} of what was promised"
 
