@@ -76,22 +76,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench.batching", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--requests", type=_numbers, metavar="LIST", help="1,4,16,64; with --daemon 4,8,16")
+    parser.add_argument("--requests", type=_numbers, metavar="LIST", help="in flight (1,4,16,64; with --daemon 4,8,16)")
     parser.add_argument("--daemon", action="store_true", help="measure a daemon with scripted step times")
     parser.add_argument(
-        "--step-ms", type=_times_ms, default=(6.0, 28.0), metavar="SMALL,LARGE", help="of its models: 6,28"
+        "--step-ms", type=_times_ms, default="6,28", metavar="SMALL,LARGE", help="of its models (%(default)s)"
     )
     parser.add_argument("--seconds", type=float, default=8.0, metavar="S", help="of each of its measurements (8)")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="windows of each kind (3)")
     parser.add_argument(
-        "--patterns", type=_patterns, default=PATTERNS, metavar="LIST", help=f"of runs, or none: {','.join(PATTERNS)}"
+        "--patterns", type=_patterns, default=PATTERNS, metavar="LIST", help=f"of runs, or none ({','.join(PATTERNS)})"
     )
     parser.add_argument(
         "--others", type=float, default=0.1, metavar="CPUS", help="that other programs may use meanwhile (0.1)"
     )
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="of its report, as PNG files (needs matplotlib)")
-    parser.add_argument("--steps", type=int, default=40_000, metavar="N", help="of a simulation, all requests together")
-    parser.add_argument("--markdown", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--steps", type=int, default=40_000, metavar="N", help="of a simulation, all requests together (40000)"
+    )
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here too")
     return parser
 
 

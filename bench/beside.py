@@ -296,22 +296,36 @@ def _parser() -> argparse.ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="bench.beside", description=__doc__, formatter_class=formatter)
     parser.add_argument("--small", required=True, metavar="MODEL", help="a directory, or a published shape")
-    parser.add_argument("--large", required=True, metavar="MODEL")
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
-    parser.add_argument("--percent", type=_percentages, default=(20, 40, 80), metavar="LIST", help="20,40,80")
+    parser.add_argument("--large", required=True, metavar="MODEL", help="the same")
+    parser.add_argument("--device", default="cuda:0", help="the GPU of both (%(default)s)")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="of weights and KV (%(default)s)")
+    parser.add_argument(
+        "--percent",
+        type=_percentages,
+        default="20,40,80",
+        metavar="LIST",
+        help="of the multiprocessors, for the small model's persistent kernel; 0: none (%(default)s)",
+    )
     parser.add_argument(
         "--large-percent", type=int, default=0, metavar="N", help="for a persistent kernel of the large model (0: none)"
     )
-    parser.add_argument("--small-steps", type=_loads, default=_loads("4x1,16x1"), metavar="LIST", help="4x1,16x1")
     parser.add_argument(
-        "--large-steps", type=_loads, default=_loads("4x3,14x3,12x10"), metavar="LIST", help="4x3,14x3,12x10"
+        "--small-steps", type=_loads, default="4x1,16x1", metavar="LIST", help="its REQUESTSxROWS (%(default)s)"
     )
-    parser.add_argument("--context", type=int, default=600, metavar="TOKENS", help="before the rows of a step")
-    parser.add_argument("--head", choices=HEADS, default="none", help="routing algorithm on the small model's rows")
-    parser.add_argument("--mps", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--seconds", type=float, default=0.8, metavar="S", help="of a window")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--large-steps", type=_loads, default="4x3,14x3,12x10", metavar="LIST", help="the same (%(default)s)"
+    )
+    parser.add_argument(
+        "--context", type=int, default=600, metavar="TOKENS", help="before the rows of a step (%(default)s)"
+    )
+    parser.add_argument(
+        "--head", choices=HEADS, default="none", help="routing algorithm on the small model's rows (%(default)s)"
+    )
+    parser.add_argument(
+        "--mps", action=argparse.BooleanOptionalAction, default=True, help="side by side; else time slices (--mps)"
+    )
+    parser.add_argument("--seconds", type=float, default=0.8, metavar="S", help="of a window (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     return parser
 
 

@@ -215,7 +215,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="models and routes, as of trouterd")
     parser.add_argument("--socket", type=Path, required=True, metavar="PATH", help="where to listen")
     parser.add_argument(
-        "--server", action="append", required=True, type=lambda text: text.split("=", 1), metavar="MODEL=SOCKET"
+        "--server",
+        action="append",
+        required=True,
+        type=lambda text: text.split("=", 1),
+        metavar="MODEL=SOCKET",
+        help="unix socket of a model's server; once for each model",
     )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

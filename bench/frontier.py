@@ -179,24 +179,39 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=_NAME, description=__doc__, formatter_class=shape)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the result")
-    parser.add_argument("--dataset", type=Path, metavar="FILE", help="JSON lines; default: problems of the demo")
+    parser.add_argument("--dataset", type=Path, metavar="FILE", help="JSON lines (default: problems of the demo)")
     parser.add_argument("--judge", choices=RULES, default="exact", help="rule of a data set's answers (default: exact)")
     parser.add_argument("--problems", type=count, default=200, metavar="N", help="questions (default: 200)")
-    parser.add_argument("--max-tokens", type=count, default=512, metavar="N", help="of one answer of a data set")
+    parser.add_argument(
+        "--max-tokens", type=count, default=512, metavar="N", help="of one answer of a data set (default: 512)"
+    )
     parser.add_argument("--streams", type=count, default=16, metavar="N", help="requests in flight (default: 16)")
     pair = parser.add_mutually_exclusive_group()
     pair.add_argument("--config", type=Path, metavar="FILE", help="serve the models of this configuration")
     pair.add_argument("--socket", type=Path, metavar="PATH", help="ask the daemon that listens on this unix socket")
     parser.add_argument("--route", metavar="NAME", help="the route whose two models are compared")
-    parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="NAMES", help="these sweeps")
+    parser.add_argument(
+        "--only", type=lambda text: text.split(","), default=[], metavar="NAMES", help="these sweeps (default: all)"
+    )
     parser.add_argument(
         "--sweep", action="append", default=[], metavar="ROUTE:PARAMETER=V,V", help="sweep a route that exists"
     )
-    parser.add_argument("--points", type=count, default=99, metavar="N", help="most points of a sweep")
+    parser.add_argument("--points", type=count, default=99, metavar="N", help="most points of a sweep (default: all)")
     parser.add_argument("--checkpoint", action="append", default=[], metavar="NAME=FILE", help="a trained head")
-    parser.add_argument("--train-prompts", metavar="PROMPTS", help=f"to train heads on; the demo's: {_DEMO_PROMPTS}")
-    parser.add_argument("--threads", type=count, default=1, metavar="N", help="CPU threads of the training")
-    parser.add_argument("--work", type=Path, metavar="DIR", help="keep the trained heads here for other runs")
+    parser.add_argument(
+        "--train-prompts",
+        metavar="PROMPTS",
+        help=f"to train heads on (default, for the demo pair alone: {_DEMO_PROMPTS})",
+    )
+    parser.add_argument(
+        "--threads", type=count, default=1, metavar="N", help="CPU threads of the training (default: 1)"
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        metavar="DIR",
+        help=f"keep trained heads here, and take those that are there (default: OUTPUT/{_HEADS})",
+    )
     return parser.parse_args(arguments)
 
 

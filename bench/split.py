@@ -328,14 +328,22 @@ def _ways(text: str) -> list[str]:
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(prog="bench.split", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=64)
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--batches", type=_numbers, default=[1, 8, 32])
-    parser.add_argument("--profile", type=_numbers, default=[8], help="batches whose kernels are listed")
-    parser.add_argument("--ways", type=_ways, default=list(WAYS), help=", ".join(WAYS))
-    parser.add_argument("--json", type=Path)
+    parser = argparse.ArgumentParser(
+        prog="bench.split", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="GPUs (%(default)s)")
+    parser.add_argument("--layers", type=int, default=64, metavar="N", help="of the model (%(default)s)")
+    parser.add_argument("--context", type=int, default=1024, metavar="TOKENS", help="of each row (%(default)s)")
+    parser.add_argument(
+        "--batches", type=_numbers, default="1,8,32", metavar="LIST", help="rows of a step (%(default)s)"
+    )
+    parser.add_argument(
+        "--profile", type=_numbers, default="8", metavar="LIST", help="batches whose kernels are listed (%(default)s)"
+    )
+    parser.add_argument(
+        "--ways", type=_ways, default=list(WAYS), metavar="LIST", help=f"how ranks sum ({','.join(WAYS)})"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     options = parser.parse_args()
     logs.setup("bench", "info", "text")
     logging.captureWarnings(False)

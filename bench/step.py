@@ -232,34 +232,53 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--model", type=Path, metavar="DIRECTORY", help="a checkpoint")
     model.add_argument("--shape", choices=SHAPES, help="random weights of a published shape")
     parser.add_argument("--layers", type=int, metavar="N", help="cut the shape to N layers, for a smoke test")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads")
-    parser.add_argument("--depth", type=int, default=2, metavar="N", help="steps in flight")
-    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--megakernel", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--head", choices=HEADS, default="none", help="routing algorithm on every row")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
-    parser.add_argument("--sections", type=_sections, default=SECTIONS, metavar="LIST", help=f"of {','.join(SECTIONS)}")
-    parser.add_argument("--steps", type=int, default=200, metavar="N", help="most timed steps of a case")
-    parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="time of a case, roughly")
-    parser.add_argument("--kv-tokens", type=int, default=0, metavar="N", help="KV pool; 0: what the cases need")
-    for flag, default in (
-        ("batches", "1,2,4,8,16,32,64,128,256"),
-        ("contexts", "128,2048,8192"),
-        ("extend-batches", "1,2,4,8,16,32,64"),
-        ("extend-tokens", "1,2,4,8,16"),
-        ("prefill", "128,512,2048,8192"),
-        ("generate-batches", "1,4,8,16,32,64"),
+    parser.add_argument("--device", default="cuda", help="where the model runs (%(default)s)")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="of weights and KV (%(default)s)")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads (%(default)s)")
+    parser.add_argument("--depth", type=int, default=2, metavar="N", help="steps in flight (%(default)s)")
+    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs (--graphs)")
+    parser.add_argument(
+        "--megakernel",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="one kernel a step, where it can be (--megakernel)",
+    )
+    parser.add_argument("--head", choices=HEADS, default="none", help="routing algorithm on every row (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="of sampling; 0: greedy (0)")
+    parser.add_argument(
+        "--sections", type=_sections, default=SECTIONS, metavar="LIST", help=f"what is measured ({','.join(SECTIONS)})"
+    )
+    parser.add_argument("--steps", type=int, default=200, metavar="N", help="most timed steps of a case (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="time of a case, roughly (%(default)s)")
+    parser.add_argument("--kv-tokens", type=int, default=0, metavar="N", help="KV pool (what the cases need)")
+    for flag, default, meaning in (
+        ("batches", "1,2,4,8,16,32,64,128,256", "rows of decode steps"),
+        ("contexts", "128,2048,8192", "tokens before them; the first one is the profile's"),
+        ("extend-batches", "1,2,4,8,16,32,64", "requests of extend steps"),
+        ("extend-tokens", "1,2,4,8,16", "new tokens of each of them"),
+        ("prefill", "128,512,2048,8192", "tokens of prompts"),
+        ("generate-batches", "1,4,8,16,32,64", "requests of whole answers"),
     ):
-        parser.add_argument(f"--{flag}", type=_numbers, default=_numbers(default), metavar="LIST", help=default)
-    parser.add_argument("--extend-context", type=int, default=1024, metavar="N")
-    parser.add_argument("--prompt", type=int, default=100, metavar="N", help="of generate")
-    parser.add_argument("--output", type=int, default=256, metavar="N", help="of generate")
-    parser.add_argument("--profile-batch", type=int, default=8, metavar="N")
+        parser.add_argument(
+            f"--{flag}", type=_numbers, default=default, metavar="LIST", help=f"{meaning} (%(default)s)"
+        )
+    parser.add_argument(
+        "--extend-context", type=int, default=1024, metavar="N", help="tokens before extend steps (%(default)s)"
+    )
+    parser.add_argument(
+        "--prompt", type=int, default=100, metavar="N", help="tokens of a prompt of generate (%(default)s)"
+    )
+    parser.add_argument("--output", type=int, default=256, metavar="N", help="tokens of its answer (%(default)s)")
+    parser.add_argument(
+        "--profile-batch",
+        type=int,
+        default=8,
+        metavar="N",
+        help="rows of the step whose kernels are listed (%(default)s)",
+    )
     parser.add_argument("--vllm", type=Path, metavar="FOLDER", help="the peer's scripts, see bench/step_peer.py")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--markdown", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here, after each section")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here")
     return parser
 
 

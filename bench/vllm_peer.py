@@ -150,17 +150,31 @@ def _case(line: str) -> PeerCase | None:
         raise PeerError(f"--vllm: a line that cannot be read: {line.strip()!r}: {error!r}") from error
 
 
+def _counts(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _shares(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
 def main(arguments: list[str]) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="bench.vllm_peer", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--small", default="Qwen3-0.6B", choices=SHAPES)
-    parser.add_argument("--large", default="Qwen3-32B", choices=SHAPES)
-    parser.add_argument("--streams", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4, 16])
-    parser.add_argument("--p", type=lambda text: [float(part) for part in text.split(",")], default=[0.35, 0.1])
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the peer's scripts")
+    parser.add_argument(
+        "--small", default="Qwen3-0.6B", choices=SHAPES, help="random weights of this shape (%(default)s)"
+    )
+    parser.add_argument("--large", default="Qwen3-32B", choices=SHAPES, help="the same (%(default)s)")
+    parser.add_argument(
+        "--streams", type=_counts, default="1,4,16", metavar="LIST", help="requests in flight (%(default)s)"
+    )
+    parser.add_argument(
+        "--p", type=_shares, default="0.35,0.1", metavar="LIST", help="shares of hand-overs (%(default)s)"
+    )
+    parser.add_argument("--tokens", type=int, default=64, metavar="N", help="of each answer (%(default)s)")
+    parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="for everything (%(default)g)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     options = parser.parse_args(arguments)
     try:
         cases = run_std_serving(
