@@ -35,7 +35,7 @@ from bench.frontier_judge import RULES
 from bench.frontier_pair import PREFIX, configured_pair, demo_pair
 from bench.frontier_plot import require_matplotlib, write_plot
 from bench.frontier_point import Asked, Daemon, Point, Served
-from bench.frontier_report import LARGE, SMALL, good_enough_table, points_table
+from bench.frontier_report import LARGE, SMALL, good_enough_table, points_table, resolution
 from bench.frontier_sweeps import Sweep, named, of_route, over_routes
 from bench.frontier_task import Task, demo_task, file_task
 from bench.surroundings import surroundings
@@ -166,7 +166,8 @@ def _write(folder: Path, task: Task, points: Sequence[Point], origin: dict[str, 
     """All files of the result; the tables are printed too."""
     count = len(task.questions)
     title = f"{task.name}: {count} questions"
-    report = f"{title}\n\n{good_enough_table(points)}\nAll points:\n\n{points_table(points)}"
+    where = f"On {origin['hardware']}, commit {origin['commit']}: `{origin['command']}`. {resolution(count)}"
+    report = f"{title}\n\n{where}\n\n{good_enough_table(points)}\nAll points:\n\n{points_table(points)}"
     print(report)
     (folder / "frontier.md").write_text(report)
     facts = {"name": task.name, "questions": count, "judge": task.judge, "max_tokens": task.max_tokens}

@@ -24,7 +24,7 @@ from bench.frontier_heads import Training, given_heads, refined, trained_heads
 from bench.frontier_judge import RULES, Rule, is_right
 from bench.frontier_pair import demo_pair
 from bench.frontier_point import Point
-from bench.frontier_report import LARGE, SMALL, good_enough, pareto, points_table
+from bench.frontier_report import LARGE, SMALL, good_enough, pareto, points_table, resolution
 from bench.frontier_sweeps import SWEEPS, Sweep, named, of_route
 from bench.frontier_task import demo_task, file_task
 from tests.models.tiny import EOS, byte_tokenizer
@@ -106,6 +106,10 @@ def test_a_daemon_of_its_own(config: Path, dataset: Path, tmp_path: Path, capsys
     assert "no --train-prompts and no --checkpoint, so without citer" in said
     assert printed == (tmp_path / "frontier.md").read_text() + "\n"
     assert "| every_n | n = 5 | 100.0% | 17.6% |" in printed
+    assert (
+        f", commit {json.loads((tmp_path / 'frontier.json').read_text())['commit']}: `python -m bench.frontier "
+        in printed
+    )
     content = json.loads((tmp_path / "frontier.json").read_text())
     assert content["command"] == " ".join(["python -m bench.frontier", *arguments])
     assert content["task"] == {"name": "questions.jsonl", "questions": QUESTIONS, "judge": "exact", "max_tokens": 512}
@@ -348,6 +352,18 @@ def test_the_pareto_line(points: list[Point]) -> None:
     assert all(a.large_share < b.large_share and a.accuracy < b.accuracy for a, b in zip(line, line[1:], strict=False))
     assert all(any(b.accuracy >= p.accuracy and b.large_share <= p.large_share for b in line) for p in points)
     assert all(one in points for one in line)
+
+
+@pytest.mark.parametrize(
+    ("questions", "said"),
+    [
+        (60, "One answer is 1.7 points: within 2 points of the large model is what lacks 1 answer against it."),
+        (200, "One answer is 0.5 points: within 2 points of the large model is what lacks 4 answers against it."),
+        (8, "One answer is 12 points: within 2 points of the large model is what lacks no answer against it."),
+    ],
+)
+def test_so_many_questions_tell_no_finer(questions: int, said: str) -> None:
+    assert resolution(questions) == said
 
 
 def test_the_cheapest_point_that_is_good_enough() -> None:
