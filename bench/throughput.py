@@ -128,13 +128,16 @@ class _Run:
         if not self.windows:
             return
         folder, origin = self.options.output, self._origin
+        # A server elsewhere may have GPUs all the same: --gpus says so.
+        has_gpu = torch.cuda.is_available() or any(system.gpus for system in self.options.systems)
+        device = "GPU" if has_gpu else "device"
         head = [
             f"# Throughput\n\n{self.options.seconds:g} s windows on {origin['hardware']}, commit {origin['commit']}."
         ]
         head += [f"`{self.command}`", *(f"{system} failed: {reason}" for system, reason in self.failures)]
-        pictures = [path.name for path in write_plots(self.windows, folder)] if self.options.plots else []
+        pictures = [path.name for path in write_plots(self.windows, folder, device)] if self.options.plots else []
         pictures = [f"![speed, latency and cost]({name})" for name in pictures if name.endswith(".png")]
-        text = report(self.windows, "\n\n".join([*head, *pictures]))
+        text = report(self.windows, "\n\n".join([*head, *pictures]), device)
         print(text)
         (folder / "throughput.md").write_text(text)
 

@@ -121,8 +121,9 @@ class _Control:
         self._gpus = {model["name"]: model["gpus"] for model in link.call("models")["models"]}
 
     def gpus(self, models: Sequence[str]) -> int:
-        """That these models are on."""
-        return len({gpu for model in models for gpu in self._gpus.get(model, ())})
+        """That these models are on; one on no GPU stands for one with a GPU of its own."""
+        found = [self._gpus.get(model, ()) for model in models]
+        return len({gpu for gpus in found for gpu in gpus}) + sum(not gpus for gpus in found)
 
     def counters(self, models: Sequence[str]) -> Callable[[], Counters]:
         """Totals of these models."""

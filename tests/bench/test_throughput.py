@@ -232,6 +232,10 @@ def test_report() -> None:
     assert "| routed | 4 | 300 | 2.50 | 75 | 1,234; 1.25, 10, 100* | 1,234; 1.25, 10, 100 | - | 0 |" in text
     assert "| routed | 4 | tiny 66.7, big 33.3 | - | - | - | - | - | - | 50% | 3.33 | - |" in text
     assert "| other | 8 | 50 | - | 6.25 |" in text
+    assert "GPU-s per 1,000" in text
+    elsewhere = report(windows, "# Head", "device")
+    assert "device-s per 1,000" in elsewhere
+    assert "GPU-s per 1,000" not in elsewhere
 
 
 def test_numbers() -> None:
