@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from bench.command_line import run_command
+from bench.command_line import run_command, whole_numbers
 from bench.delayed import PATTERNS, Settings, measure
 from bench.delayed_report import markdown, plots
 from bench.frontier_fault import FrontierError
@@ -76,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench.batching", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--requests", type=_numbers, metavar="LIST", help="in flight (1,4,16,64; with --daemon 4,8,16)")
+    parser.add_argument(
+        "--requests", type=whole_numbers, metavar="LIST", help="in flight (1,4,16,64; with --daemon 4,8,16)"
+    )
     parser.add_argument("--daemon", action="store_true", help="measure a daemon with scripted step times")
     parser.add_argument(
         "--step-ms", type=_times_ms, default="6,28", metavar="SMALL,LARGE", help="of its models (%(default)s)"
@@ -99,8 +101,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _problem(options: argparse.Namespace) -> str:
     """What would end a measurement, or its report after minutes; '' if nothing."""
-    if min(options.requests or REQUESTS) < 1:
-        return "--requests: numbers from 1 on"
     if options.steps < 1:
         return "--steps: a number from 1 on"
     if not (0 < options.seconds < math.inf and all(0 < ms < math.inf for ms in options.step_ms)):
@@ -128,10 +128,6 @@ def _patterns(text: str) -> tuple[str, ...]:
     if unknown := set(found) - set(PATTERNS):
         raise argparse.ArgumentTypeError(f"unknown patterns {sorted(unknown)}")
     return found
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
 
 
 def _against_simulator(requests: Sequence[int], steps: int) -> Iterable[str]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import experiment_quality
+from bench.command_line import whole_numbers
 from bench.experiment_setup import CPU
 
 NAME = "bench.throughput"
@@ -55,7 +56,7 @@ def _parser(experiments: Sequence[str], description: str | None) -> argparse.Arg
         "--devices", type=_words, default=(CPU,), metavar="LIST", help=f"one of all models, or one of each ({CPU})"
     )
     models.add_argument(
-        "--tensor-parallel", type=_counts, default=(1,), metavar="LIST", help="GPUs of all models, or of each (1)"
+        "--tensor-parallel", type=whole_numbers, default=(1,), metavar="LIST", help="GPUs of all models, or of each (1)"
     )
     models.add_argument(
         "--context", type=int, default=0, metavar="TOKENS", help="context_length of all models (what each can take)"
@@ -79,7 +80,11 @@ def _parser(experiments: Sequence[str], description: str | None) -> argparse.Arg
         "--patterns", type=_words, default=(), metavar="LIST", help="routing, the important ones first (all)"
     )
     windows.add_argument(
-        "--streams", type=_counts, default=(), metavar="LIST", help="values of N (the experiment's own; h: one, 16)"
+        "--streams",
+        type=whole_numbers,
+        default=(),
+        metavar="LIST",
+        help="values of N (the experiment's own; h: one, 16)",
     )
     windows.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of a window (20)")
     windows.add_argument("--settle", type=float, default=4.0, metavar="S", help="of load before a window (4)")
@@ -126,11 +131,4 @@ def _factors(text: str) -> tuple[float, ...]:
     numbers = tuple(float(part) for part in text.split(","))
     if not all(0 <= number < float("inf") for number in numbers):
         raise argparse.ArgumentTypeError(f"expected numbers of 0 or more, got {text!r}")
-    return numbers
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    numbers = tuple(int(part) for part in text.split(","))
-    if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"expected numbers from 1 on, got {text!r}")
     return numbers

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import frontier
+from bench.command_line import whole_number
 from bench.experiment_case import CaseError
 from bench.frontier_fault import FrontierError
 from bench.frontier_sweeps import Sweep, named
@@ -25,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this experiment; they are the frontier's."""
     group = parser.add_argument_group("experiment h")
     add = group.add_argument
-    add("--problems", type=frontier.count, default=200, metavar="N", help="questions of the demo's task (200)")
-    add("--points", type=frontier.count, default=5, metavar="N", help="most points of an algorithm (5)")
+    add("--problems", type=whole_number, default=200, metavar="N", help="questions of the demo's task (200)")
+    add("--points", type=whole_number, default=5, metavar="N", help="most points of an algorithm (5)")
     add("--sweeps", default="", metavar="NAMES", help="algorithms (all)")
     add("--train-prompts", default="demo:2000", metavar="PROMPTS", help="that heads are trained on (demo:2000)")
     add("--work", default="", metavar="DIR", help=f"keeps trained heads for other runs (OUTPUT/{FOLDER}/heads)")

@@ -27,7 +27,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from bench.command_line import run_command, usage_fault
+from bench.command_line import run_command, usage_fault, whole_number
 from bench.daemon import running
 from bench.frontier_fault import FrontierError, FrontierUsageError
 from bench.frontier_heads import Training, given_heads, refined, trained_heads
@@ -182,11 +182,13 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the result")
     parser.add_argument("--dataset", type=Path, metavar="FILE", help="JSON lines (default: problems of the demo)")
     parser.add_argument("--judge", choices=RULES, default="exact", help="rule of a data set's answers (default: exact)")
-    parser.add_argument("--problems", type=count, default=200, metavar="N", help="questions (default: 200)")
+    parser.add_argument("--problems", type=whole_number, default=200, metavar="N", help="questions (default: 200)")
     parser.add_argument(
-        "--max-tokens", type=count, default=512, metavar="N", help="of one answer of a data set (default: 512)"
+        "--max-tokens", type=whole_number, default=512, metavar="N", help="of one answer of a data set (default: 512)"
     )
-    parser.add_argument("--streams", type=count, default=16, metavar="N", help="requests in flight (default: 16)")
+    parser.add_argument(
+        "--streams", type=whole_number, default=16, metavar="N", help="requests in flight (default: 16)"
+    )
     pair = parser.add_mutually_exclusive_group()
     pair.add_argument("--config", type=Path, metavar="FILE", help="serve the models of this configuration")
     pair.add_argument("--socket", type=Path, metavar="PATH", help="ask the daemon that listens on this unix socket")
@@ -197,7 +199,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--sweep", action="append", default=[], metavar="ROUTE:PARAMETER=V,V", help="sweep a route that exists"
     )
-    parser.add_argument("--points", type=count, default=99, metavar="N", help="most points of a sweep (default: all)")
+    parser.add_argument(
+        "--points", type=whole_number, default=99, metavar="N", help="most points of a sweep (default: all)"
+    )
     parser.add_argument("--checkpoint", action="append", default=[], metavar="NAME=FILE", help="a trained head")
     parser.add_argument(
         "--train-prompts",
@@ -205,7 +209,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         help=f"to train heads on (default, for the demo pair alone: {_DEMO_PROMPTS})",
     )
     parser.add_argument(
-        "--threads", type=count, default=1, metavar="N", help="CPU threads of the training (default: 1)"
+        "--threads", type=whole_number, default=1, metavar="N", help="CPU threads of the training (default: 1)"
     )
     parser.add_argument(
         "--work",
@@ -214,14 +218,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         help=f"keep trained heads here, and take those that are there (default: OUTPUT/{_HEADS})",
     )
     return parser.parse_args(arguments)
-
-
-def count(text: str) -> int:
-    """An option that is a number from 1 on."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a number from 1 on, got {text}")
-    return number
 
 
 if __name__ == "__main__":

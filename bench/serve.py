@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from bench.command_line import run_command
+from bench.command_line import run_command, whole_numbers
 from bench.daemon import Served
 from bench.deployment import Deployment, ModelSpec, RouteSpec, serving
 from bench.step_shapes import SHAPES
@@ -137,7 +137,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--streams",
-        type=_counts,
+        type=whole_numbers,
         default="1,8,64",
         metavar="LIST",
         help="values of N, the requests in flight (%(default)s)",
@@ -160,10 +160,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table here too")
     return parser.parse_args(arguments)
-
-
-def _counts(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
 
 
 def main(arguments: list[str]) -> int:

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bench.command_line import run_command
+from bench.command_line import run_command, whole_numbers
 from models.cuda.decoder import CudaDecoder
 from models.cuda.kernels.overlap import can_overlap
 from models.cuda.shard import FusedSums, Shard
@@ -316,10 +316,6 @@ def table(steps: dict[str, dict[int, float]], batches: Sequence[int]) -> None:
         print(f"share of sums, {way:7}" + "".join(f"{share:10.1%}" for share in shares))
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
-
-
 def _ways(text: str) -> list[str]:
     if unknown := set(text.split(",")) - set(WAYS):
         raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: known are {', '.join(WAYS)}")
@@ -335,10 +331,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=64, metavar="N", help="of the model (%(default)s)")
     parser.add_argument("--context", type=int, default=1024, metavar="TOKENS", help="of each row (%(default)s)")
     parser.add_argument(
-        "--batches", type=_numbers, default="1,8,32", metavar="LIST", help="rows of a step (%(default)s)"
+        "--batches", type=whole_numbers, default="1,8,32", metavar="LIST", help="rows of a step (%(default)s)"
     )
     parser.add_argument(
-        "--profile", type=_numbers, default="8", metavar="LIST", help="batches whose kernels are listed (%(default)s)"
+        "--profile",
+        type=whole_numbers,
+        default="8",
+        metavar="LIST",
+        help="batches whose kernels are listed (%(default)s)",
     )
     parser.add_argument(
         "--ways", type=_ways, default=list(WAYS), metavar="LIST", help=f"how ranks sum ({','.join(WAYS)})"

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from bench.command_line import run_command, usage_fault
+from bench.command_line import run_command, usage_fault, whole_numbers
 from bench.peer_folder import PeerError
 from bench.step_floor import Ceilings, step_work
 from bench.step_heads import HEADS, Head, make_head
@@ -260,7 +260,7 @@ def _parser() -> argparse.ArgumentParser:
         ("generate-batches", "1,4,8,16,32,64", "requests of whole answers"),
     ):
         parser.add_argument(
-            f"--{flag}", type=_numbers, default=default, metavar="LIST", help=f"{meaning} (%(default)s)"
+            f"--{flag}", type=whole_numbers, default=default, metavar="LIST", help=f"{meaning} (%(default)s)"
         )
     parser.add_argument(
         "--extend-context", type=int, default=1024, metavar="N", help="tokens before extend steps (%(default)s)"
@@ -280,13 +280,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here, after each section")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here")
     return parser
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    numbers = tuple(int(part) for part in text.split(",") if part)
-    if not numbers or min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"expected positive numbers with commas between, got {text!r}")
-    return numbers
 
 
 def _sections(text: str) -> tuple[str, ...]:

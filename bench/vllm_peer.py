@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from bench.command_line import run_command
+from bench.command_line import run_command, whole_numbers
 from bench.mps import sharing
 from bench.peer_folder import PeerError, PeerScript, installed
 from bench.step_shapes import SHAPES
@@ -150,10 +150,6 @@ def _case(line: str) -> PeerCase | None:
         raise PeerError(f"--vllm: a line that cannot be read: {line.strip()!r}: {error!r}") from error
 
 
-def _counts(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def _shares(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
@@ -167,7 +163,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--large", default="Qwen3-32B", choices=SHAPES, help="the same (%(default)s)")
     parser.add_argument(
-        "--streams", type=_counts, default="1,4,16", metavar="LIST", help="requests in flight (%(default)s)"
+        "--streams", type=whole_numbers, default="1,4,16", metavar="LIST", help="requests in flight (%(default)s)"
     )
     parser.add_argument(
         "--p", type=_shares, default="0.35,0.1", metavar="LIST", help="shares of hand-overs (%(default)s)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import signal
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from bench.command_line import run_command
+from bench.command_line import run_command, whole_numbers
+from trouterd.daemon import DaemonError
 
 BENCHES = sorted(
     path for path in Path(__file__).parents[2].joinpath("bench").glob("*.py") if "ArgumentParser(" in path.read_text()
@@ -70,3 +72,20 @@ def test_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("path", BENCHES, ids=lambda path: path.stem)
 def test_every_benchmark_ends_so(path: Path) -> None:
     assert ("    run_command(" in path.read_text()) is (path.stem not in RUN_BY_OTHERS)
+
+
+def test_a_daemon_that_does_not_start_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> int:
+        raise DaemonError("the daemon exited with code 78 before it was ready")
+
+    with pytest.raises(SystemExit) as left:
+        run_command("bench.served", main)
+    assert left.value.code == 1
+    assert capsys.readouterr().err == "bench.served: the daemon exited with code 78 before it was ready\n"
+
+
+def test_whole_numbers() -> None:
+    assert whole_numbers("1, 16,4") == (1, 16, 4)
+    for text in ("", "0", "1,", "x", "-1", "1.5", "1,²"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected a whole number from 1 on, got"):
+            whole_numbers(text)
