@@ -15,6 +15,8 @@ AROUND = 1.0
 """Seconds of a window beside settling and measuring: connections, and the end of its streams."""
 TROUTERD, STD, SYNCHRONOUS = "trouterd", "std serving", "step-synchronous"
 """Systems: the daemon as it is, one server per model with a dispatcher outside, and all models in step."""
+ITSELF = "by itself"
+"""Systems whose names begin so: a daemon of the large model and of nothing else."""
 SMALL, MIDDLE, LARGE = "small", "middle", "large"
 """Subjects: a model alone."""
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from bench.experiment_case import STD, SYNCHRONOUS, Case, Stage
 from bench.experiment_fleet import AUTO, EAGER, PLANNED
+from bench.experiment_itself import by_itself
 from bench.experiment_peer import peer
 from bench.experiment_scope import REFERENCE, Scope
 from bench.patterns import Mixture, Pattern
@@ -30,7 +31,7 @@ def algorithms(scope: Scope) -> list[Stage]:
             for count in counts
             if count > 1
         ]
-    stages = scope.fleets(cases)
+    stages = [*scope.fleets(cases), *by_itself(scope, cases)]
     return stages if scope.vllm is None else [*stages, peer(scope, scope.vllm, counts, _PEER)]
 
 
@@ -40,7 +41,7 @@ def scaling(scope: Scope) -> list[Stage]:
     counts = scope.counts(1, 2, 4, 8, 16, 32, 64, 128)
     workload, pattern = scope.workloads[0], scope.patterns[0]
     cases = [*scope.alone(workload, counts), *routed(scope, workload, pattern, counts, 10)]
-    return scope.fleets([*cases, *std_serving(scope, workload, pattern, counts, 40)])
+    return [*scope.fleets([*cases, *std_serving(scope, workload, pattern, counts, 40)]), *by_itself(scope, cases)]
 
 
 def lengths(scope: Scope) -> list[Stage]:
@@ -58,7 +59,7 @@ def lengths(scope: Scope) -> list[Stage]:
             if count > 1 or batching == PLANNED
         ]
         cases += std_serving(scope, workload, pattern, counts, 15)
-    return scope.fleets(cases)
+    return [*scope.fleets(cases), *by_itself(scope, cases)]
 
 
 def routed(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.experiment_case import LARGE, STD, TROUTERD, Case, Record
+from bench.experiment_case import ITSELF, LARGE, STD, TROUTERD, Case, Record
 from bench.experiment_fleet import AUTO, EAGER, PLANNED
 from bench.experiment_result import Result
 
@@ -57,6 +57,11 @@ class Ratio:
         return f"{self.value:.2f}{'' if self.same_run else OTHER_RUN}"
 
 
+def over(one: Measured | None, other: Measured | None) -> Ratio | None:
+    """One window's token/s by another's; None where one is missing."""
+    return Ratio(one.rate / other.rate, one.run == other.run) if one and other and other.rate else None
+
+
 class Group:
     """Of results with the same experiment, models, placement and hardware.
 
@@ -79,11 +84,6 @@ class Group:
         """Models and placement."""
         places = {"shared": "on one card", "separate": "on a card each", "cpu": "on the CPU"}
         return f"{self.head['pair']}, {places.get(self.head['placement'], self.head['placement'])}"
-
-    @property
-    def large(self) -> list[Measured]:
-        """The large model alone."""
-        return self.select(subject=LARGE)
 
     def name(self, subject: str) -> str:
         """Of a subject, for tables."""
@@ -118,8 +118,8 @@ class Group:
         ]
         return max(found, key=lambda one: one.rate, default=None)
 
-    def ratio(self, one: Measured, *, subject: str = LARGE, system: str = TROUTERD) -> Ratio | None:
-        """To a window of the same workload and streams, the large model's or a named one; of the same run if it has one."""
+    def beside(self, one: Measured, *, subject: str, system: str) -> Measured | None:
+        """A window of the same workload and streams: of the same run if it has one, else of the latest other."""
         case = one.case
         others = [
             other
@@ -129,10 +129,34 @@ class Group:
             and other.case.workload == case.workload
             and other.case.streams == case.streams
         ]
-        if not others:
-            return None
-        other = next((other for other in reversed(others) if other.run == one.run), others[-1])
-        return Ratio(one.rate / other.rate, other.run == one.run) if other.rate else None
+        return next((other for other in reversed(others) if other.run == one.run), others[-1] if others else None)
+
+    def ratio(self, one: Measured, *, subject: str, system: str = TROUTERD) -> Ratio | None:
+        """To a window of the same workload and streams."""
+        return over(one, self.beside(one, subject=subject, system=system))
+
+    def large_only(self, one: Measured) -> list[Measured]:
+        """The large model without routing, in each way to serve it that was measured at this workload and these streams."""
+        found = (self.beside(one, subject=LARGE, system=system) for system in self.large_systems)
+        return [other for other in found if other is not None]
+
+    def best_large(self, one: Measured) -> Measured | None:
+        """The fastest of these."""
+        return max(self.large_only(one), key=lambda other: other.rate, default=None)
+
+    def to_large(self, one: Measured) -> Ratio | None:
+        """To the fastest of these."""
+        return over(one, self.best_large(one))
+
+    def to_routed_large(self, one: Measured) -> Ratio | None:
+        """To the large model of the daemon that routes."""
+        return self.ratio(one, subject=LARGE)
+
+    @property
+    def large_systems(self) -> list[str]:
+        """Ways to serve the large model without routing, in the order of measuring."""
+        found = dict.fromkeys(one.case.system for one in self._all if one.case.subject == LARGE)
+        return [system for system in found if system == TROUTERD or system.startswith(ITSELF)]
 
     def to_std(self, one: Measured) -> Ratio | None:
         """To Std. Serving of the same route."""

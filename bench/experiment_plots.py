@@ -102,16 +102,16 @@ def _compared(axes: Axes, group: Group, workload: str) -> None:
         _line(axes, _ratios(group, best), group.name(subject), number)
         std = group.select(system=STD, workload=workload, subject=subject)
         _line(axes, _ratios(group, std), f"{group.name(subject)}, Std. Serving", number, ":")
-    axes.axhline(1.0, color="black", linewidth=1, label="large model alone")
+    axes.axhline(1.0, color="black", linewidth=1, label="large only, the fastest")
     axes.set_yscale("log")
-    axes.set_ylabel("token/s over the large model's alone")
+    axes.set_ylabel("token/s over large only")
     _streams_axis(axes, counts)
 
 
 def _ratios(group: Group, windows: Sequence[Measured | None]) -> list[tuple[float, float]]:
     found = []
     for one in windows:
-        ratio = group.ratio(one) if one else None
+        ratio = group.to_large(one) if one else None
         if one and ratio:
             found.append((float(one.case.streams), ratio.value))
     return found
@@ -140,17 +140,19 @@ def _switched(axes: Axes, group: Group, workload: str) -> None:
             found = [
                 one
                 for one in group.select(workload=workload, batching=way, streams=count)
-                if ":" in one.case.subject and group.ratio(one)
+                if ":" in one.case.subject and group.to_large(one)
             ]
             points = [
-                (float(one.case.subject.partition(":")[2]), ratio.value) for one in found if (ratio := group.ratio(one))
+                (float(one.case.subject.partition(":")[2]), ratio.value)
+                for one in found
+                if (ratio := group.to_large(one))
             ]
             _line(axes, points, f"N = {count}, {way}", number)
             number += bool(points)
-    axes.axhline(1.0, color="black", linewidth=1, label="large model alone")
+    axes.axhline(1.0, color="black", linewidth=1, label="large only, the fastest")
     axes.set_xscale("log", base=2)
     axes.set_xlabel("every n-th token by the large model, n")
-    axes.set_ylabel("token/s over the large model's alone")
+    axes.set_ylabel("token/s over large only")
 
 
 def _mistaken(axes: Axes, group: Group, workload: str) -> None:

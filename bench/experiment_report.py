@@ -7,20 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.experiment_compared import compared
+from bench.experiment_details import details
 from bench.experiment_group import Group
 from bench.experiment_markdown import cell, table
 from bench.experiment_plots import write_plots
 from bench.experiment_result import Result, read_results
-from bench.experiment_tables import (
-    ablated,
-    compared,
-    details,
-    lengthened,
-    mistaken,
-    placed,
-    scaled_up,
-    switched,
-)
+from bench.experiment_tables import ablated, lengthened, mistaken, placed, scaled_up, switched
 from bench.experiment_targets import targets_table
 from bench.experiment_time import spent_table
 from bench.patterns import DRAWN
@@ -53,8 +46,10 @@ _NOTES = """\
 - *planned B*: lists of `trouterctl batching plan`, from step times of the models alone (same run) and the rates in the names;
   *learned B*: the controller's (`auto`), after a while of this load; in brackets what was in force, small model first.
   *eager*: every launch takes what is ready.
-- *x large*: token/s by those of the large model alone, same workload and streams, same run; \\* another run on the same kind
-  of card. *of ideal*: of the bound that no policy exceeds, for the window's own step times and routing.
+- *large only*: the large model without routing, same workload and streams, in the fastest way that was measured: by itself in a
+  daemon of its own (with the persistent kernel, without it, over all GPUs), or by its name in the daemon that routes. \\* behind
+  a ratio: to a window of another run on the same kind of card.
+- *of ideal*: of the bound that no policy exceeds, for the window's own step times and routing.
 - *Std. Serving*: a dispatcher outside of the servers asks for one token a call, by the same draws, of the same daemon's models
   (with `--std-servers` of a daemon for each). No head runs for it, which is to its advantage.
 - `3072/32768`: the middle of answers of 8,192 tokens, whose first 3,072 come as a prompt, since a window is too short for all.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bench.deployment import RouteSpec
 from bench.experiment_case import LARGE, SMALL, Stage
 from bench.experiment_fleet import AUTO, EAGER
+from bench.experiment_itself import by_itself
 from bench.experiment_scope import Scope
 
 EVERY = (1, 2, 4, 8, 16, 32, 64)
@@ -23,4 +24,4 @@ def stages(scope: Scope) -> list[Stage]:
                 subject, importance = f"{ROUTE}:{every}", 10 + rank + 10 * (batching == AUTO)
                 cases.append(scope.case(workload, subject, count, importance, batching=batching, body=body))
     route = RouteSpec(ROUTE, (SMALL, LARGE), "every_n", f'shape = "visit", n = {max(EVERY)}')
-    return [scope.fleet(cases, deployment=scope.setup.deployment([route]))]
+    return [scope.fleet(cases, deployment=scope.setup.deployment([route])), *by_itself(scope, cases)]

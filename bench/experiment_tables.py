@@ -2,83 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from bench.experiment_case import LARGE, SMALL, STD, TROUTERD
-from bench.experiment_fleet import AUTO, EAGER, PLANNED, SCALED
-from bench.experiment_group import Group, Measured, Ratio
+from bench.experiment_fleet import EAGER, PLANNED, SCALED
+from bench.experiment_group import Group, Measured
 from bench.experiment_markdown import WAYS, batching, by_model, cell, percent, table
 from bench.experiment_time import handoff_price
-
-
-def compared(group: Group) -> str:
-    """Experiment a: token/s of every algorithm against the large model alone and against Std. Serving."""
-    parts = []
-    for workload in group.workloads():
-        counts = group.streams(group.select(workload=workload))
-        head = ["algorithm", "", *(f"N = {count}" for count in counts)]
-        rows: list[Sequence[object]] = []
-        for subject in group.subjects():
-            for what, ratio in (("x large only", group.ratio), ("x Std. Serving", group.to_std)):
-                rows += _ratios(group, workload, subject, counts, what, ratio)
-            std = [group.select(system=STD, workload=workload, subject=subject, streams=count) for count in counts]
-            if any(std):
-                cells = [group.ratio(found[0]) if found else None for found in std]
-                rows.append((group.name(subject), "Std. Serving x large only", *cells))
-        parts.append(f"Workload `{workload}`: token/s against others\n\n{table(head, rows, 2)}")
-    return "\n".join(parts)
-
-
-def _ratios(
-    group: Group,
-    workload: str,
-    subject: str,
-    counts: Sequence[int],
-    what: str,
-    ratio: Callable[[Measured], Ratio | None],
-) -> list[Sequence[object]]:
-    rows: list[Sequence[object]] = []
-    for way in (PLANNED, AUTO, EAGER):
-        found = {one.case.streams: one for one in group.select(workload=workload, subject=subject, batching=way)}
-        if way != PLANNED and found:
-            # One stream alone never waits: that window stands for all ways.
-            found |= {one.case.streams: one for one in group.select(workload=workload, subject=subject, streams=1)}
-        cells = [ratio(found[count]) if count in found else None for count in counts]
-        if any(cells):
-            rows.append((group.name(subject), f"{WAYS[way]}, {what}", *cells))
-    return rows
-
-
-def details(group: Group) -> str:
-    """Every window."""
-    head = [
-        *("system", "asked", "workload", "B", "N", "token/s", "x large", "of ideal", "predicted", "TTFT p50, ms"),
-        *("gap p50 / p99, ms", "request p50, ms", "hand-offs / 100", "GPU-s / 1,000", "large steps / 1,000"),
-        *("batches", "steps, ms"),
-    ]
-    rows = [
-        (
-            one.case.system,
-            group.name(one.case.subject),
-            one.case.workload,
-            batching(one),
-            one.case.streams,
-            one.rate,
-            group.ratio(one),
-            percent(one.of_ideal),
-            one.record.facts.get("predicted"),
-            one.of("ttft_ms", "p50"),
-            f"{cell(one.of('gap_ms', 'p50'))} / {cell(one.of('gap_ms', 'p99'))}",
-            one.of("request_ms", "p50"),
-            one.of("handoffs_per_100"),
-            one.of("gpu_seconds_per_1000"),
-            one.of("large_forwards_per_1000"),
-            by_model(one.record.window.get("batch")),
-            by_model(one.record.window.get("step_ms")),
-        )
-        for one in group.windows
-    ]
-    return table(head, rows, 4)
 
 
 def ablated(group: Group) -> str:
@@ -119,7 +47,7 @@ def scaled_up(group: Group) -> str:
                 large.rate if large else None,
                 one.rate if one else None,
                 batching(one) if one else None,
-                group.ratio(one) if one else None,
+                group.to_large(one) if one else None,
                 std[-1].rate if std else None,
                 grown,
                 percent(grown / count if grown else None),
@@ -151,7 +79,7 @@ def switched(group: Group) -> str:
             one.case.streams,
             batching(one),
             one.rate,
-            group.ratio(one),
+            group.to_large(one),
             one.of("handoffs_per_100"),
             handoff_price(group, one),
             one.of("extra", "handoff_ms"),
@@ -180,7 +108,7 @@ def mistaken(group: Group) -> str:
                         ", ".join(str(value) for value in thresholds.values()),
                         one.rate,
                         f"{one.rate / right.rate:.2f}" if right and right.rate else None,
-                        group.ratio(one),
+                        group.to_large(one),
                         one.record.facts.get("predicted"),
                     )
                 )
@@ -216,7 +144,7 @@ def placed(group: Group) -> str:
             batching(one),
             one.case.streams,
             one.rate,
-            group.ratio(one),
+            group.to_large(one),
             one.of("ttft_ms", "p99"),
             one.of("gap_ms", "p50"),
             one.of("gap_ms", "p99"),

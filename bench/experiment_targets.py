@@ -35,7 +35,7 @@ def against_large(pattern: Pattern) -> Callable[[Group, int], tuple[float, Measu
 
     def measured(group: Group, streams: int) -> tuple[float, Measured] | None:
         best = group.best(_WORKLOAD, pattern.key, streams)
-        ratio = group.ratio(best) if best else None
+        ratio = group.to_large(best) if best else None
         return (ratio.value, best) if best and ratio else None
 
     return measured

@@ -10,8 +10,10 @@ import pytest
 from PIL import Image
 
 from bench import experiment_peer, experiments
-from bench.experiment_case import STD, CaseError, Record, cost
+from bench.experiment_case import ITSELF, STD, CaseError, Record, cost
+from bench.experiment_compared import compared as compared_table
 from bench.experiment_group import Group
+from bench.experiment_itself import NO_KERNEL, ways
 from bench.experiment_markdown import cell, table
 from bench.experiment_peer import peer
 from bench.experiment_report import TITLES, side_by_side, write_report
@@ -52,6 +54,12 @@ def rows(text: str, *words: str) -> list[list[str]]:
     return [row for row in found if all(any(word in one for one in row) for word in words)]
 
 
+def part(text: str, title: str) -> str:
+    """The first table below a line with these words."""
+    _, after = text.split(title, 1)
+    return after.lstrip().split("\n\n", 1)[0]
+
+
 def saved(folder: Path, *results: Result) -> Path:
     for number, one in enumerate(results):
         one.save(folder / f"{number}.json")
@@ -72,14 +80,14 @@ def test_two_runs_in_one_report(tmp_path: Path) -> None:
     lines = text.splitlines()
     assert lines[0] == DRAWN
     assert text == (tmp_path / "report.md").read_text()
-    (ratios,) = rows(text, "R2R, p = 0.35", "planned B, x large only")
+    (ratios,) = rows(part(text, "token/s x the fastest large only"), "planned B")
     assert ratios[2:] == ["2.50", "2.20\\*", "1.50"]
-    (learned,) = rows(text, "learned B, x large only")
+    (learned,) = rows(part(text, "token/s x the fastest large only"), "learned B")
     assert learned[2:] == ["2.50", "1.50", "-"]
-    (std,) = rows(text, "planned B, x Std. Serving")
+    (std,) = rows(part(text, "token/s x Std. Serving"), "planned B")
     assert std[2:] == ["2.50", "4.40\\*", "-"]
     (detail,) = rows(text, "planned B (1, 1)")
-    assert detail[4:9] == ["1", "125", "2.50", "80%", "600"]
+    assert detail[4:10] == ["1", "125", "2.50", "2.50", "80%", "600"]
     assert "Left out for lack of time (1): `trouterd/low/r2r-35/auto/64`" in text
     assert "- `trouterd/low/r2r-35/auto/16`: no answer" in text
     assert text.count("commit abc1234") == 2
@@ -119,6 +127,41 @@ def test_targets_say_met_and_missed() -> None:
     # A cause, from where the time of the window goes.
     assert "ms per token" in missed[7]
     assert len(rows(text, "")) - 1 == sum(len(target.streams) for target in TARGETS)
+
+
+def test_large_only_is_the_fastest_way_to_serve_it(tmp_path: Path) -> None:
+    """By itself it is faster at one stream, in the routed daemon at four; one way has another run's window only."""
+    first = result("a", [*compared(), record(case("large", 1, system=ITSELF), 62.5)])
+    first.records.append(record(case("large", 4, system=ITSELF), 190.0))
+    other = result("a", [record(case("large", 4, system=NO_KERNEL), 250.0)], started="2026-11-30T09:00:00Z")
+    text = write_report(saved(tmp_path, first))
+    alone = part(text, "the large model without routing, token/s")
+    assert rows(alone, "in the routed daemon")[0][1:] == ["50", "200"]
+    assert rows(alone, "by itself")[0][1:] == ["62.5", "190"]
+    assert rows(alone, "the fastest")[0][1:] == ["by itself", "in the routed daemon"]
+    assert rows(part(text, "token/s x the fastest large only"), "planned B")[0][2:] == ["2.00", "2.00"]
+    assert rows(part(text, "token/s x the large model of the routed daemon"), "planned B")[0][2:] == ["2.50", "2.00"]
+    assert rows(targets_table([Group([first])]), "R2R, p = 0.35 / large only")[0][4:6] == ["2", "**missed**"]
+    with_other = Group([other, first])
+    (four,) = with_other.select(subject=R2R, streams=4, batching="planned")
+    assert str(with_other.to_large(four)) == "1.60\\*"
+    assert "was not measured by itself" not in text
+    assert "was not measured by itself" in compared_table(Group([result("a", compared())]))
+
+
+def test_ways_to_serve_the_large_model_alone() -> None:
+    def names(*devices: str, pair: tuple[str, str] = ("Qwen3-0.6B", "Qwen3-32B"), world: int = 1) -> dict[str, Any]:
+        return dict(ways(Setup(pair, devices, (1, world))))
+
+    assert list(names("cuda:0", "cuda:0")) == [ITSELF, NO_KERNEL]
+    apart = names("cuda:0", "cuda:1")
+    assert list(apart) == [ITSELF, NO_KERNEL, "by itself TP2"]
+    assert (apart["by itself TP2"].device, apart["by itself TP2"].tensor_parallel) == ("cuda:0", 2)
+    assert (apart[ITSELF].device, apart[ITSELF].settings) == ("cuda:1", ())
+    assert apart[NO_KERNEL].settings == ('megakernel = "off"',)
+    assert list(names("cuda:0", "cuda:0", world=2)) == [ITSELF]
+    assert list(names("cuda:0", "cuda:2")) == [ITSELF, NO_KERNEL], "not in a row"
+    assert list(names("cpu", "cpu", pair=("script:6", "script:28"))) == [ITSELF]
 
 
 def test_targets_are_for_one_pair_on_one_card() -> None:
@@ -176,7 +219,7 @@ def test_cards_of_their_own_beside_a_shared_one() -> None:
     group = Group([shared, separate])
     assert {one.case.system for one in group.windows} == {"trouterd", "a card each"}
     (one,) = group.select(system="a card each", subject=R2R)
-    assert str(group.ratio(one)) == "2.00\\*"
+    assert str(group.to_large(one)) == "2.00\\*"
     alone = places("separate")
     assert side_by_side([alone, result("a", [])]) == [alone, result("a", [])]
 

@@ -27,7 +27,7 @@ def windows(folder: Path) -> dict[str, dict[str, Any]]:
 @pytest.mark.timeout(240)
 def test_algorithms_on_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--experiment", "a", *SCRIPTS, *QUICK, "--streams", "1,2", "--patterns", "r2r-35,r2r-10"]
-    only = "*/large/*,*/small/*,*/r2r-??/planned/2,std serving/*/r2r-35/*/2,step-synchronous/*"
+    only = "trouterd/*/large/*,*/small/*,*/r2r-??/planned/2,std serving/*/r2r-35/*/2,step-synchronous/*,by itself/*/2"
     assert main([*arguments, "--only", only, "--output", str(tmp_path)]) == 0
     found = windows(tmp_path)
     assert list(found) == [
@@ -36,7 +36,9 @@ def test_algorithms_on_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "std serving/20/2000/r2r-35/-/2",
         "trouterd/20/2000/r2r-10/planned/2",
         "step-synchronous/20/2000/r2r-35/-/2",
+        "by itself/20/2000/large/-/2",
     ]
+    assert found["by itself/20/2000/large/-/2"]["large_forwards_per_1000"] == pytest.approx(500, rel=0.1)
     assert all(window["tokens_per_second"] > 0 for window in found.values())
     (result,) = read_results(tmp_path)
     assert result.complete

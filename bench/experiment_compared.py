@@ -1,0 +1,86 @@
+"""The tables of experiment a, in Markdown: algorithms against the large model without routing and against Std. Serving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from bench.experiment_case import ITSELF, LARGE, STD, TROUTERD
+from bench.experiment_fleet import AUTO, EAGER, PLANNED
+from bench.experiment_group import Group, Measured, Ratio
+from bench.experiment_markdown import WAYS, table
+from trouterd.batching.placement import SHARED
+
+_SYSTEMS = {TROUTERD: "in the routed daemon"}
+"""For tables; the others are called as they are."""
+_STD = "Std. Serving"
+_ROUTED_ONLY = "The large model was not measured by itself here: *large only* is that of the daemon that routes"
+_HANDICAPPED = ", where the small model has the persistent kernel of their GPU. By itself it can be faster"
+
+
+def compared(group: Group) -> str:
+    """Token/s of the large model without routing, and what the others have of that."""
+    parts = []
+    for workload in group.workloads():
+        counts = group.streams(group.select(workload=workload))
+        if text := baselines(group, workload, counts):
+            parts.append(f"Workload `{workload}`: the large model without routing, token/s\n\n{text}")
+        comparisons: tuple[tuple[str, Callable[[Measured], Ratio | None]], ...] = (
+            ("the fastest large only", group.to_large),
+            ("the large model of the routed daemon", group.to_routed_large),
+            (_STD, group.to_std),
+        )
+        for what, ratio in comparisons:
+            if text := _ratios(group, workload, counts, what, ratio):
+                parts.append(f"Workload `{workload}`: token/s x {what}\n\n{text}")
+    return "\n".join(parts)
+
+
+def baselines(group: Group, workload: str, counts: Sequence[int]) -> str:
+    """A row for each way to serve the large model alone, and which is the fastest; with a remark where one is missing."""
+    rows: list[Sequence[object]] = []
+    fastest: dict[int, str] = {}
+    for system in group.large_systems:
+        found = {one.case.streams: one for one in group.select(system=system, workload=workload, subject=LARGE)}
+        rows.append((system_name(system), *(one.rate if (one := found.get(count)) else None for count in counts)))
+        fastest |= {
+            count: system_name(best.case.system) for count, one in found.items() if (best := group.best_large(one))
+        }
+    if not rows:
+        return ""
+    if len(rows) > 1:
+        rows.append(("the fastest: *large only*", *(fastest.get(count) for count in counts)))
+    text = table(["", *(f"N = {count}" for count in counts)], rows)
+    if any(system.startswith(ITSELF) for system in group.large_systems):
+        return text
+    return f"{text}\n{_ROUTED_ONLY}{_HANDICAPPED if group.head['placement'] == SHARED else ''}.\n"
+
+
+def system_name(system: str) -> str:
+    """Of a way to serve the large model alone."""
+    return _SYSTEMS.get(system, system)
+
+
+def _ratios(
+    group: Group, workload: str, counts: Sequence[int], what: str, ratio: Callable[[Measured], Ratio | None]
+) -> str:
+    rows = [
+        (group.name(subject), way, *cells)
+        for subject in group.subjects()
+        for way, found in _ways(group, workload, subject)
+        if way != what and any(cells := [ratio(found[count]) if count in found else None for count in counts])
+    ]
+    return table(["algorithm", "B", *(f"N = {count}" for count in counts)], rows, 2)
+
+
+def _ways(group: Group, workload: str, subject: str) -> Iterable[tuple[str, dict[int, Measured]]]:
+    """Windows by streams, of every way to serve an algorithm."""
+    for way in (PLANNED, AUTO, EAGER):
+        found = {one.case.streams: one for one in group.select(workload=workload, subject=subject, batching=way)}
+        if way != PLANNED and found:
+            # One stream alone never waits: that window stands for all ways.
+            found |= {one.case.streams: one for one in group.select(workload=workload, subject=subject, streams=1)}
+        yield WAYS[way], found
+    yield (
+        _STD,
+        {one.case.streams: one for one in group.select(system=STD, workload=workload, subject=subject)},
+    )
