@@ -8,10 +8,12 @@ from bench.experiment_case import ITSELF, LARGE, STD, TROUTERD
 from bench.experiment_fleet import AUTO, EAGER, PLANNED
 from bench.experiment_group import Group, Measured, Ratio
 from bench.experiment_markdown import WAYS, table
+from bench.experiment_rates import at_rates, rates
 from trouterd.batching.placement import SHARED
 
 _SYSTEMS = {TROUTERD: "in the routed daemon"}
 """For tables; the others are called as they are."""
+_SEVERAL = 2
 _STD = "Std. Serving"
 _ROUTED_ONLY = "The large model was not measured by itself here: *large only* is that of the daemon that routes"
 _HANDICAPPED = ", where the small model has the persistent kernel of their GPU. By itself it can be faster"
@@ -30,8 +32,14 @@ def compared(group: Group) -> str:
             (_STD, group.to_std),
         )
         for what, ratio in comparisons:
+            if ratio == group.to_routed_large and len(group.large_systems) < _SEVERAL:
+                continue  # it is the fastest
             if text := _ratios(group, workload, counts, what, ratio):
                 parts.append(f"Workload `{workload}`: token/s x {what}\n\n{text}")
+        if text := _at_rates(group, workload, counts):
+            parts.append(
+                f"Workload `{workload}`: token/s x the fastest large only, had the draws met their rates\n\n{text}"
+            )
     return "\n".join(parts)
 
 
@@ -70,6 +78,22 @@ def _ratios(
         if way != what and any(cells := [ratio(found[count]) if count in found else None for count in counts])
     ]
     return table(["algorithm", "B", *(f"N = {count}" for count in counts)], rows, 2)
+
+
+def _at_rates(group: Group, workload: str, counts: Sequence[int]) -> str:
+    """Ratios at the nominal rates, and what was drawn."""
+    rows = []
+    for subject in group.subjects():
+        for way, found in _ways(group, workload, subject):
+            cells = [_at_rate(group, found[count]) if count in found else None for count in counts]
+            if any(cells):
+                rows.append((group.name(subject), way, *cells))
+    return table(["algorithm", "B", *(f"N = {count}" for count in counts)], rows, 2)
+
+
+def _at_rate(group: Group, one: Measured) -> str | None:
+    ratio = at_rates(group, one, group.to_large(one))
+    return f"{ratio} ({rates(one)})" if ratio else None
 
 
 def _ways(group: Group, workload: str, subject: str) -> Iterable[tuple[str, dict[int, Measured]]]:

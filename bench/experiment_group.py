@@ -12,6 +12,10 @@ from bench.experiment_result import Result
 
 OTHER_RUN = "\\*"
 """Behind a ratio to a window of another run."""
+AT_ONCE = "\\*"
+"""Behind times to the first token of requests that all began at once, before the window."""
+_LEAST = {"p95": 20, "p99": 100}
+"""Samples that a percentile takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,31 @@ class Measured:
             value = (value or {}).get(key)  # percentiles of nothing are None
         return None if value is None else float(value)
 
+    def time_of(self, field: str, key: str) -> float | None:
+        """A mean or percentile of a window's times; None: not known, or there were too few of them.
+
+        Windows of before answers had seeds are left out with their whole answers: only such as had been cut short ended in them.
+        """
+        window = self.record.window
+        if field == "request_ms" and "seed" not in window:
+            return None
+        counts = {
+            "ttft_ms": self.case.streams if self.began_at_once else window["requests"],
+            "request_ms": window["requests"],
+        }
+        return self.of(field, key) if (counts.get(field) or 0) >= _LEAST.get(key, 1) or field == "gap_ms" else None
+
+    @property
+    def began_at_once(self) -> str:
+        """A mark, where the times to the first token are those of all requests beginning at once."""
+        return AT_ONCE if (self.record.window.get("extra") or {}).get("ttft_of") == "start" else ""
+
+    @property
+    def spread(self) -> tuple[float, float] | None:
+        """Least and most token/s of its repeats; None: there is one window alone."""
+        rates = [float(one["tokens_per_second"]) for one in self.record.window.get("repeats") or ()]
+        return (min(rates), max(rates)) if len(rates) > 1 else None
+
     @property
     def of_ideal(self) -> float | None:
         """Share of the bound that no policy exceeds."""
@@ -53,8 +82,17 @@ class Ratio:
     value: float
     same_run: bool
 
+    def times(self, factor: float) -> Ratio:
+        """The same runs, another value."""
+        return Ratio(self.value * factor, self.same_run)
+
+    @property
+    def mark(self) -> str:
+        """Behind a value of two runs."""
+        return "" if self.same_run else OTHER_RUN
+
     def __str__(self) -> str:
-        return f"{self.value:.2f}{'' if self.same_run else OTHER_RUN}"
+        return f"{self.value:.2f}{self.mark}"
 
 
 def over(one: Measured | None, other: Measured | None) -> Ratio | None:
@@ -111,12 +149,17 @@ class Group:
         return sorted(found, key=lambda one: one.case.streams)
 
     def best(self, workload: str, subject: str, streams: int) -> Measured | None:
-        """Of trouterd's ways to wait the fastest; wrong thresholds are none."""
+        """Of trouterd's ways to wait the fastest, which is known afterwards only; wrong thresholds are none."""
         ways = (PLANNED, AUTO, EAGER, "")
         found = [
             one for one in self.select(workload=workload, subject=subject, streams=streams) if one.case.batching in ways
         ]
         return max(found, key=lambda one: one.rate, default=None)
+
+    def learned(self, workload: str, subject: str, streams: int) -> Measured | None:
+        """With the controller's lists, as the daemon does it unless told otherwise; one stream alone never waits."""
+        way = AUTO if streams > 1 else None
+        return next(iter(self.select(workload=workload, subject=subject, streams=streams, batching=way)), None)
 
     def beside(self, one: Measured, *, subject: str, system: str) -> Measured | None:
         """A window of the same workload and streams: of the same run if it has one, else of the latest other."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.experiment_compared import compared
-from bench.experiment_details import details
+from bench.experiment_details import details, latencies
 from bench.experiment_group import Group
 from bench.experiment_markdown import cell, table
 from bench.experiment_plots import write_plots
@@ -49,6 +49,13 @@ _NOTES = """\
 - *large only*: the large model without routing, same workload and streams, in the fastest way that was measured: by itself in a
   daemon of its own (with the persistent kernel, without it, over all GPUs), or by its name in the daemon that routes. \\* behind
   a ratio: to a window of another run on the same kind of card.
+- *drawn*: shares of steps that handed over (p) and back (q) in the window, for the ones that are in the name: a window of seconds
+  misses them by some percent, and routed windows of one run draw alike. *at nominal rates*: the ratio for the latter, to first
+  order (time in steps of each model by the steps there, time between steps by the hand-offs). Targets are judged by it.
+- *measured* against a target is the fastest of the planned, learned and eager windows, chosen afterwards; *learned B* is what
+  the daemon does unless told otherwise.
+- Times: means, medians, 95th percentiles of 20 or more, 99th of 100 or more. \\* behind a time to the first token: no request
+  began in the window, and it is that of all N beginning at once. *held*: for how long a launch was held back.
 - *of ideal*: of the bound that no policy exceeds, for the window's own step times and routing.
 - *Std. Serving*: a dispatcher outside of the servers asks for one token a call, by the same draws, of the same daemon's models
   (with `--std-servers` of a daemon for each). No head runs for it, which is to its advantage.
@@ -127,7 +134,7 @@ def _section(group: Group, folder: Path) -> str:
         routed = [one for one in group.windows if one.case.subject in group.names]
         if times := spent_table(group, routed):
             parts.append(f"Where the time goes, ms of a request per token of its answer:\n\n{times}")
-        parts.append(f"<details><summary>All windows</summary>\n\n{details(group)}\n</details>")
+        parts.append(f"<details><summary>All windows</summary>\n\n{details(group)}\n{latencies(group)}\n</details>")
     parts += [f"![]({path.name})" for path in write_plots(group, points, folder)]
     parts.append("\n".join(_lacking(group)))
     return "\n\n".join(part.rstrip() for part in parts if part)

@@ -8,6 +8,8 @@ from bench.experiment_case import TROUTERD, Case, Record
 from bench.experiment_result import Result
 
 HARDWARE = "NVIDIA H200, CUDA 13.0"
+SHARES = {"small": 0.65, "large": 0.35}
+"""Of tokens, where all hand-overs are for one token and come at a rate of 0.35."""
 PAIR = "Qwen3-0.6B+Qwen3-32B"
 
 
@@ -26,7 +28,7 @@ def window(case: Case, rate: float, **fields: Any) -> dict[str, Any]:
         "gap_ms": times,
         "request_ms": None,
         "requests": 0,
-        "tokens_per_model": {name: rate / len(names) for name in names},
+        "tokens_per_model": {name: rate * SHARES[name] for name in names} if len(names) > 1 else {names[0]: rate},
         "handoffs_per_100": 70.0,
         "batch": dict.fromkeys(names, max(half, 1.0)),
         "step_ms": {name: {"small": 1.0, "large": 15.0}[name] for name in names},

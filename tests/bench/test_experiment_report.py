@@ -12,6 +12,7 @@ from PIL import Image
 from bench import experiment_peer, experiments
 from bench.experiment_case import ITSELF, STD, CaseError, Record, cost
 from bench.experiment_compared import compared as compared_table
+from bench.experiment_details import details, latencies
 from bench.experiment_group import Group
 from bench.experiment_itself import NO_KERNEL, ways
 from bench.experiment_markdown import cell, table
@@ -24,7 +25,7 @@ from bench.experiment_targets import TARGETS, targets_table
 from bench.experiment_time import handoff_price, spent
 from bench.patterns import DRAWN, PATTERNS
 from bench.vllm_peer import PeerCase
-from tests.bench.experiment_fakes import case, record, result
+from tests.bench.experiment_fakes import case, record, result, window
 
 R2R = "r2r-35"
 
@@ -86,8 +87,8 @@ def test_two_runs_in_one_report(tmp_path: Path) -> None:
     assert learned[2:] == ["2.50", "1.50", "-"]
     (std,) = rows(part(text, "token/s x Std. Serving"), "planned B")
     assert std[2:] == ["2.50", "4.40\\*", "-"]
-    (detail,) = rows(text, "planned B (1, 1)")
-    assert detail[4:10] == ["1", "125", "2.50", "2.50", "80%", "600"]
+    detail, _ = rows(text, "planned B (1, 1)")
+    assert detail[4:12] == ["1", "125", "2.50", "2.50", "p 0.35 for 0.35", "2.50", "80%", "600"]
     assert "Left out for lack of time (1): `trouterd/low/r2r-35/auto/64`" in text
     assert "- `trouterd/low/r2r-35/auto/16`: no answer" in text
     assert text.count("commit abc1234") == 2
@@ -110,22 +111,23 @@ def test_targets_say_met_and_missed() -> None:
     group = Group([result("a", compared())])
     text = targets_table([group])
     one, four, *_ = rows(text, "R2R, p = 0.35 / large only")
-    assert one[1:6] == ["1", "2.3", "2.6", "2.5", "first met"]
-    assert four[1:6] == ["4", "1.9", "2.4", "2", "first met"]
-    assert rows(text, "CITER")[0][4:6] == ["-", "not measured"]
-    assert [row[5] for row in rows(text, "of the ideal bound")] == [
+    drawn = ["planned B", "in the routed daemon", "p 0.35 for 0.35"]
+    assert one[1:] == ["1", "2.3", "2.6", "2.5", *drawn, "2.5", "first met", "2.5", one[-1]]
+    assert four[1:] == ["4", "1.9", "2.4", "2", *drawn, "2", "first met", "1.5", four[-1]]
+    assert rows(text, "CITER")[0][4:10] == ["-", "-", "-", "-", "-", "not measured"]
+    assert [row[9] for row in rows(text, "of the ideal bound")] == [
         "first met",
         "first met",
         "not measured",
         "not measured",
     ]
     better = targets_table([Group([result("a", compared(factor=1.2))])])
-    assert [row[5] for row in rows(better, "R2R, p = 0.35 / large only")[:2]] == ["aim met", "aim met"]
+    assert [row[9] for row in rows(better, "R2R, p = 0.35 / large only")[:2]] == ["aim met", "aim met"]
     worse = targets_table([Group([result("a", compared(factor=0.7))])])
     (missed, *_) = rows(worse, "R2R, p = 0.35 / large only")
-    assert missed[5] == "**missed**"
+    assert missed[9] == "**missed**"
     # A cause, from where the time of the window goes.
-    assert "ms per token" in missed[7]
+    assert "ms per token" in missed[11]
     assert len(rows(text, "")) - 1 == sum(len(target.streams) for target in TARGETS)
 
 
@@ -141,7 +143,11 @@ def test_large_only_is_the_fastest_way_to_serve_it(tmp_path: Path) -> None:
     assert rows(alone, "the fastest")[0][1:] == ["by itself", "in the routed daemon"]
     assert rows(part(text, "token/s x the fastest large only"), "planned B")[0][2:] == ["2.00", "2.00"]
     assert rows(part(text, "token/s x the large model of the routed daemon"), "planned B")[0][2:] == ["2.50", "2.00"]
-    assert rows(targets_table([Group([first])]), "R2R, p = 0.35 / large only")[0][4:6] == ["2", "**missed**"]
+    assert rows(targets_table([Group([first])]), "R2R, p = 0.35 / large only")[0][4:7] == [
+        "2",
+        "planned B",
+        "by itself",
+    ]
     with_other = Group([other, first])
     (four,) = with_other.select(subject=R2R, streams=4, batching="planned")
     assert str(with_other.to_large(four)) == "1.60\\*"
@@ -162,6 +168,23 @@ def test_ways_to_serve_the_large_model_alone() -> None:
     assert list(names("cuda:0", "cuda:0", world=2)) == [ITSELF]
     assert list(names("cuda:0", "cuda:2")) == [ITSELF, NO_KERNEL], "not in a row"
     assert list(names("cpu", "cpu", pair=("script:6", "script:28"))) == [ITSELF]
+
+
+def test_times_that_there_are_enough_of() -> None:
+    """A percentile of a few requests is none, and first tokens of all requests at once are marked."""
+    asked = case(R2R, 16, "planned")
+    times = {"mean": 2.0, "p50": 1.5, "p95": 3.0, "p99": 4.0}
+    repeats = [{"seed": seed, "tokens_per_second": rate} for seed, rate in enumerate((380.0, 420.0))]
+    few = {"requests": 30, "request_ms": times, "seed": 1, "repeats": repeats}
+    group = Group([result("a", [Record(asked, window(asked, 400.0, **few))])])
+    (row,) = rows(latencies(group), "R2R, p = 0.35")
+    assert row[5:] == ["2", "1.5", "3", "-", "2", "1.5", "3", "4", "2", "1.5", "3", "-"]
+    assert rows(details(group), "R2R, p = 0.35")[0][5] == "400 (380 to 420)"
+    at_once = window(asked, 400.0, extra={"ttft_of": "start"}, requests=0, request_ms=times)
+    (row,) = rows(latencies(Group([result("a", [Record(asked, at_once)])])), "R2R, p = 0.35")
+    assert row[5:9] == ["2\\*", "1.5\\*", "-", "-"], "of sixteen"
+    # Of an answer that a window has seen whole nothing is known without a seed: they had been cut short.
+    assert row[13:] == ["-"] * 4
 
 
 def test_targets_are_for_one_pair_on_one_card() -> None:
@@ -205,7 +228,7 @@ def test_the_peer_has_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert (asked["small"], asked["large"], asked["streams"]) == ("Qwen3-0.6B", "Qwen3-32B", (4, 16))
     text = write_report(saved(tmp_path, result("a", records)))
     four, *_ = rows(text, "Std. Serving on vLLM")
-    assert four[1:6] == ["4", "3.7", "4.7", "4", "first met"]
+    assert (four[1:5], four[9]) == (["4", "3.7", "4.7", "4"], "first met")
     assert rows(text, "std serving on vLLM", "large only")[0][5] == "210"
 
 
