@@ -187,6 +187,15 @@ class Group:
         """The fastest of these."""
         return max(self.large_only(one), key=lambda other: other.rate, default=None)
 
+    def fastest_large(self, workload: str, streams: int) -> Measured | None:
+        """The large model without routing, in the fastest way to serve it."""
+        found = [
+            one
+            for system in self.large_systems
+            for one in self.select(system=system, workload=workload, subject=LARGE, streams=streams)
+        ]
+        return max(found, key=lambda one: one.rate, default=None)
+
     def to_large(self, one: Measured) -> Ratio | None:
         """To the fastest of these."""
         return over(one, self.best_large(one))

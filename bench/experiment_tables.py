@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from bench.experiment_case import LARGE, SMALL, STD, TROUTERD
+from bench.experiment_compared import system_name
 from bench.experiment_fleet import EAGER, PLANNED, SCALED
-from bench.experiment_group import Group, Measured
-from bench.experiment_markdown import WAYS, batching, by_model, cell, percent, table
+from bench.experiment_group import Group, Measured, Ratio, over
+from bench.experiment_markdown import WAYS, batching, by_model, cell, table
+from bench.experiment_rates import at_rates
 from bench.experiment_time import handoff_price
 
 
@@ -27,38 +29,57 @@ def ablated(group: Group) -> str:
 def _share(one: Measured | None, whole: Measured | None) -> str | None:
     if one is None:
         return None
-    return f"{cell(one.rate)} ({one.rate / whole.rate:.2f})" if whole and whole.rate else cell(one.rate)
+    return f"{cell(one.rate)} ({ratio})" if (ratio := over(one, whole)) else cell(one.rate)
 
 
 def scaled_up(group: Group) -> str:
     """Experiment c: throughput and the speed of one user from 1 stream on."""
-    head = ("N", "large only", "routed", "B", "x large", "Std. Serving", "x N = 1", "speed of one user kept", "large's")
+    head = (
+        *(
+            "N",
+            "large only",
+            "which",
+            "routed, fastest",
+            "B",
+            "x large only",
+            "at nominal rates",
+            "learned B",
+            "x large only",
+        ),
+        *("Std. Serving", "x N = 1", "speed of one user kept", "large's"),
+    )
     (workload, *_), (subject, *_) = group.workloads(), group.subjects()
     rows = []
     for count in group.streams(group.windows):
-        one, first = group.best(workload, subject, count), group.best(workload, subject, 1)
-        grown = _over(one, first)
-        large = group.best(workload, LARGE, count)
-        large_grown = _over(large, group.best(workload, LARGE, 1))
+        one, large = group.best(workload, subject, count), group.fastest_large(workload, count)
+        learned = group.learned(workload, subject, count)
+        grown = over(one, group.best(workload, subject, 1))
+        large_grown = over(large, group.fastest_large(workload, 1))
+        ratio = group.to_large(one) if one else None
         std = group.select(system=STD, workload=workload, streams=count)
         rows.append(
             (
                 count,
                 large.rate if large else None,
+                system_name(large.case.system) if large else None,
                 one.rate if one else None,
                 batching(one) if one else None,
-                group.to_large(one) if one else None,
+                ratio,
+                at_rates(group, one, ratio) if one else None,
+                learned.rate if learned else None,
+                group.to_large(learned) if learned else None,
                 std[-1].rate if std else None,
                 grown,
-                percent(grown / count if grown else None),
-                percent(large_grown / count if large_grown else None),
+                _part(grown, count),
+                _part(large_grown, count),
             )
         )
     return table(head, rows)
 
 
-def _over(one: Measured | None, other: Measured | None) -> float | None:
-    return one.rate / other.rate if one and other and other.rate else None
+def _part(ratio: Ratio | None, of: float = 1) -> str | None:
+    """As a percentage, with its mark."""
+    return f"{ratio.value / of:.0%}{ratio.mark}" if ratio else None
 
 
 def switched(group: Group) -> str:
@@ -107,7 +128,7 @@ def mistaken(group: Group) -> str:
                         one.case.batching.removeprefix(PLANNED).strip() or "planned",
                         ", ".join(str(value) for value in thresholds.values()),
                         one.rate,
-                        f"{one.rate / right.rate:.2f}" if right and right.rate else None,
+                        over(one, right),
                         group.to_large(one),
                         one.record.facts.get("predicted"),
                     )
@@ -173,7 +194,7 @@ def lengthened(group: Group) -> str:
                 one.case.streams,
                 one.rate,
                 other.rate if other else None,
-                percent(other.rate / one.rate if other and one.rate else None),
+                _part(over(other, one)),
             )
         )
     return table(head, rows, 1)

@@ -21,6 +21,7 @@ from bench.experiment_report import TITLES, side_by_side, write_report
 from bench.experiment_result import Result
 from bench.experiment_scope import Scope
 from bench.experiment_setup import Setup
+from bench.experiment_tables import ablated, lengthened, mistaken, scaled_up
 from bench.experiment_targets import TARGETS, targets_table
 from bench.experiment_time import handoff_price, spent
 from bench.patterns import DRAWN, PATTERNS
@@ -232,6 +233,30 @@ def test_the_peer_has_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert rows(text, "std serving on vLLM", "large only")[0][5] == "210"
 
 
+def test_ratios_across_runs_are_marked() -> None:
+    """Of every experiment, and of every target."""
+    one_stream = [record(case("large", 1), 50.0), record(case(R2R, 1, "planned"), 100.0)]
+    many = [record(case("large", 16), 700.0), record(case(R2R, 16, "planned"), 1200.0)]
+    many.append(record(case(R2R, 16, "auto"), 1400.0))
+    one, other = result("c", one_stream), result("c", many, started="2026-11-30T11:00:00Z")
+    group = Group([one, other])
+    sixteen = rows(scaled_up(group), "16")[0]
+    assert sixteen[3:] == ["1,400", "learned B", "2.00", "2.00", "1,400", "2.00", "-", "14.00\\*", "88%\\*", "88%\\*"]
+    grown, kept = rows(targets_table([group]), "N = 1 to 16")
+    assert (grown[4], grown[5], grown[8], kept[4]) == ("14\\*", "learned B", "14\\*", "88%\\*")
+    assert grown[10] == "14\\*"
+    whole = result("b", [record(case(R2R, 4, "planned"), 400.0)])
+    part = result("b", [record(case(R2R, 4, "planned", system="no graphs"), 300.0)], started="2026-11-30T11:00:00Z")
+    assert rows(ablated(Group([whole, part])), "no graphs")[0][2] == "300 (0.75\\*)"
+    right = result("e", [record(case(R2R, 4, "planned"), 400.0)])
+    wrong = result("e", [record(case(R2R, 4, "planned x 2"), 300.0)], started="2026-11-30T11:00:00Z")
+    assert rows(mistaken(Group([right, wrong])), "x 2")[0][5] == "0.75\\*"
+    short = result("g", [record(case(R2R, 4, "planned"), 400.0)])
+    long = result("g", [record(case(R2R, 4, "planned", workload="3072/32768"), 380.0)], started="2026-11-30T11:00:00Z")
+    text = lengthened(Group([short, long]))
+    assert rows(text, "R2R")[0][-1] == "95%\\*"
+
+
 def test_cards_of_their_own_beside_a_shared_one() -> None:
     def places(placement: str) -> Result:
         return result(
@@ -315,8 +340,8 @@ def test_every_experiment_has_its_table_and_plot(tmp_path: Path) -> None:
     ]
     assert rows(text, "no graphs", "planned B")[0][2] == "300 (0.75)"
     (sixteen,) = (row for row in rows(text, "1,440") if row[0] == "16")
-    assert sixteen[0:3] == ["16", "700", "1,440"]
-    assert sixteen[6:9] == ["12", "75%", "88%"]
+    assert sixteen[0:4] == ["16", "700", "in the routed daemon", "1,440"]
+    assert sixteen[10:] == ["12.00", "75%", "88%"]
     assert [row[4] for row in rows(text, "eager", "70")][:3] == ["1.00", "2.00", "4.00"]
     assert rows(text, "R2R, p = 0.35", "x 0.5")[0][5] == "0.75"
     assert rows(text, "no MPS")[0][:4] == ["no MPS", "R2R, p = 0.35", "planned B", "16"]
