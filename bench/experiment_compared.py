@@ -2,45 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from bench.experiment_case import ITSELF, LARGE, STD, TROUTERD
 from bench.experiment_fleet import AUTO, EAGER, PLANNED
-from bench.experiment_group import Group, Measured, Ratio
+from bench.experiment_group import Group, Measured
 from bench.experiment_markdown import WAYS, table
 from bench.experiment_rates import at_rates, rates
 from trouterd.batching.placement import SHARED
 
 _SYSTEMS = {TROUTERD: "in the routed daemon"}
 """For tables; the others are called as they are."""
-_SEVERAL = 2
-_STD = "Std. Serving"
 _ROUTED_ONLY = "The large model was not measured by itself here: *large only* is that of the daemon that routes"
 _HANDICAPPED = ", where the small model has the persistent kernel of their GPU. By itself it can be faster"
 
 
 def compared(group: Group) -> str:
-    """Token/s of the large model without routing, and what the others have of that."""
+    """Token/s of the large model without routing, and what the others have of that, and cost."""
     parts = []
     for workload in group.workloads():
         counts = group.streams(group.select(workload=workload))
         if text := baselines(group, workload, counts):
             parts.append(f"Workload `{workload}`: the large model without routing, token/s\n\n{text}")
-        comparisons: tuple[tuple[str, Callable[[Measured], Ratio | None]], ...] = (
-            ("the fastest large only", group.to_large),
-            ("the large model of the routed daemon", group.to_routed_large),
-            (_STD, group.to_std),
-        )
-        for what, ratio in comparisons:
-            if ratio == group.to_routed_large and len(group.large_systems) < _SEVERAL:
-                continue  # it is the fastest
-            if text := _ratios(group, workload, counts, what, ratio):
-                parts.append(f"Workload `{workload}`: token/s x {what}\n\n{text}")
-        if text := _at_rates(group, workload, counts):
-            parts.append(
-                f"Workload `{workload}`: token/s x the fastest large only, had the draws met their rates\n\n{text}"
-            )
+        for title, shown in _comparisons(group).items():
+            if text := _table(group, workload, counts, shown):
+                parts.append(f"Workload `{workload}`: {title}\n\n{text}")
     return "\n".join(parts)
+
+
+_Shown = Callable[[Measured], object]
+"""A cell for a window; None: nothing."""
+
+
+def _comparisons(group: Group) -> dict[str, _Shown]:
+    """By title."""
+    found: dict[str, _Shown] = {
+        "token/s x the fastest large only": group.to_large,
+        "token/s x the fastest large only, had the draws met their rates": lambda one: _at_rate(group, one),
+    }
+    if len(group.large_systems) > 1:
+        found["token/s x the large model of the routed daemon"] = group.to_routed_large
+    found["token/s x Std. Serving"] = lambda one: None if one.case.system == STD else group.to_std(one)
+    cost = "what a token costs, x the fastest large only: GPU-seconds / forward passes of the large model"
+    return found | {cost: lambda one: _cost(group, one)}
 
 
 def baselines(group: Group, workload: str, counts: Sequence[int]) -> str:
@@ -68,24 +72,12 @@ def system_name(system: str) -> str:
     return _SYSTEMS.get(system, system)
 
 
-def _ratios(
-    group: Group, workload: str, counts: Sequence[int], what: str, ratio: Callable[[Measured], Ratio | None]
-) -> str:
-    rows = [
-        (group.name(subject), way, *cells)
-        for subject in group.subjects()
-        for way, found in _ways(group, workload, subject)
-        if way != what and any(cells := [ratio(found[count]) if count in found else None for count in counts])
-    ]
-    return table(["algorithm", "B", *(f"N = {count}" for count in counts)], rows, 2)
-
-
-def _at_rates(group: Group, workload: str, counts: Sequence[int]) -> str:
-    """Ratios at the nominal rates, and what was drawn."""
-    rows = []
+def _table(group: Group, workload: str, counts: Sequence[int], shown: _Shown) -> str:
+    """A row for every algorithm and every way to serve it."""
+    rows: list[Sequence[object]] = []
     for subject in group.subjects():
-        for way, found in _ways(group, workload, subject):
-            cells = [_at_rate(group, found[count]) if count in found else None for count in counts]
+        for way, found in _ways(group, workload, subject).items():
+            cells = [shown(found[count]) if count in found else None for count in counts]
             if any(cells):
                 rows.append((group.name(subject), way, *cells))
     return table(["algorithm", "B", *(f"N = {count}" for count in counts)], rows, 2)
@@ -96,15 +88,19 @@ def _at_rate(group: Group, one: Measured) -> str | None:
     return f"{ratio} ({rates(one)})" if ratio else None
 
 
-def _ways(group: Group, workload: str, subject: str) -> Iterable[tuple[str, dict[int, Measured]]]:
+def _cost(group: Group, one: Measured) -> str | None:
+    gpus, forwards = group.cost(one, "gpu_seconds_per_1000"), group.cost(one, "large_forwards_per_1000")
+    return f"{gpus or '-'} / {forwards or '-'}" if gpus or forwards else None
+
+
+def _ways(group: Group, workload: str, subject: str) -> dict[str, dict[int, Measured]]:
     """Windows by streams, of every way to serve an algorithm."""
+    ways: dict[str, dict[int, Measured]] = {}
     for way in (PLANNED, AUTO, EAGER):
         found = {one.case.streams: one for one in group.select(workload=workload, subject=subject, batching=way)}
         if way != PLANNED and found:
             # One stream alone never waits: that window stands for all ways.
             found |= {one.case.streams: one for one in group.select(workload=workload, subject=subject, streams=1)}
-        yield WAYS[way], found
-    yield (
-        _STD,
-        {one.case.streams: one for one in group.select(system=STD, workload=workload, subject=subject)},
-    )
+        ways[WAYS[way]] = found
+    std = group.select(system=STD, workload=workload, subject=subject)
+    return ways | {"Std. Serving": {one.case.streams: one for one in std}}

@@ -77,7 +77,10 @@ class OpenedFleet:
         if case.batching == PLANNED or same not in self._known:
             self._fleet.pin(dict(zip(self._setup.names, found.thresholds, strict=True)), case.streams)
             self._known[same] = self._measured(case, pattern, measure, {"predicted": found.tokens_per_second})
-        return replace(self._known[same], case=case)
+        known = self._known[same]
+        # One window cannot stand for several unless it says so.
+        facts = known.facts if known.case == case else {**known.facts, "same_as": known.case.batching}
+        return replace(known, case=case, facts=facts)
 
     def _measured(
         self, case: Case, pattern: Pattern | Mixture | None, measure: Measure, facts: Mapping[str, Any]

@@ -63,6 +63,11 @@ class Measured:
         return AT_ONCE if (self.record.window.get("extra") or {}).get("ttft_of") == "start" else ""
 
     @property
+    def same_as(self) -> str:
+        """The way to wait whose thresholds were the same: that window stands for this one as well; '' for a window of its own."""
+        return str(self.record.facts.get("same_as", ""))
+
+    @property
     def spread(self) -> tuple[float, float] | None:
         """Least and most token/s of its repeats; None: there is one window alone."""
         rates = [float(one["tokens_per_second"]) for one in self.record.window.get("repeats") or ()]
@@ -199,6 +204,17 @@ class Group:
     def to_large(self, one: Measured) -> Ratio | None:
         """To the fastest of these."""
         return over(one, self.best_large(one))
+
+    def cost(self, one: Measured, field: str) -> Ratio | None:
+        """What 1,000 tokens cost, by the fastest of these.
+
+        Args:
+            one: the window.
+            field: `gpu_seconds_per_1000` or `large_forwards_per_1000`.
+        """
+        other = self.best_large(one)
+        own, others = one.of(field), other.of(field) if other else None
+        return Ratio(own / others, one.run == other.run) if other and own is not None and others else None
 
     def to_routed_large(self, one: Measured) -> Ratio | None:
         """To the large model of the daemon that routes."""

@@ -163,7 +163,8 @@ def _mistaken(axes: Axes, group: Group, workload: str) -> None:
             right = next((one for one in found if one.case.batching == PLANNED), None)
             if right is None or not right.rate:
                 continue
-            points = [(factor(one.case.batching), one.rate / right.rate) for one in found if factor(one.case.batching)]
+            own = [one for one in found if factor(one.case.batching) and not one.same_as]
+            points = [(factor(one.case.batching), one.rate / right.rate) for one in own]
             _line(axes, points, f"{group.name(subject)}, N = {count}", number)
             number += 1
     axes.set_xscale("log", base=2)

@@ -35,18 +35,8 @@ def _share(one: Measured | None, whole: Measured | None) -> str | None:
 def scaled_up(group: Group) -> str:
     """Experiment c: throughput and the speed of one user from 1 stream on."""
     head = (
-        *(
-            "N",
-            "large only",
-            "which",
-            "routed, fastest",
-            "B",
-            "x large only",
-            "at nominal rates",
-            "learned B",
-            "x large only",
-        ),
-        *("Std. Serving", "x N = 1", "speed of one user kept", "large's"),
+        *("N", "large only", "which", "routed, fastest", "B", "x large only", "at nominal rates", "GPU-s x large only"),
+        *("learned B", "x large only", "Std. Serving", "x N = 1", "speed of one user kept", "large's"),
     )
     (workload, *_), (subject, *_) = group.workloads(), group.subjects()
     rows = []
@@ -66,6 +56,7 @@ def scaled_up(group: Group) -> str:
                 batching(one) if one else None,
                 ratio,
                 at_rates(group, one, ratio) if one else None,
+                group.cost(one, "gpu_seconds_per_1000") if one else None,
                 learned.rate if learned else None,
                 group.to_large(learned) if learned else None,
                 std[-1].rate if std else None,
@@ -113,7 +104,7 @@ def switched(group: Group) -> str:
 
 def mistaken(group: Group) -> str:
     """Experiment e: token/s for wrong thresholds, against the planner's."""
-    head = ("algorithm", "N", "B", "in force", "token/s", "x planned", "x large", "predicted")
+    head = ("algorithm", "N", "B", "in force", "token/s", "x planned", "x large only", "predicted")
     rows = []
     for subject in group.subjects():
         for count in group.streams(group.select(subject=subject)):
@@ -127,8 +118,10 @@ def mistaken(group: Group) -> str:
                         count,
                         one.case.batching.removeprefix(PLANNED).strip() or "planned",
                         ", ".join(str(value) for value in thresholds.values()),
-                        one.rate,
-                        over(one, right),
+                        f"same as {same.removeprefix(PLANNED).strip() or 'planned'}"
+                        if (same := one.same_as)
+                        else one.rate,
+                        None if one.same_as else over(one, right),
                         group.to_large(one),
                         one.record.facts.get("predicted"),
                     )

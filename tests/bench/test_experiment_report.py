@@ -59,7 +59,7 @@ def rows(text: str, *words: str) -> list[list[str]]:
 def part(text: str, title: str) -> str:
     """The first table below a line with these words."""
     _, after = text.split(title, 1)
-    return after.lstrip().split("\n\n", 1)[0]
+    return after.split("\n\n", 2)[1]
 
 
 def saved(folder: Path, *results: Result) -> Path:
@@ -233,6 +233,22 @@ def test_the_peer_has_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert rows(text, "std serving on vLLM", "large only")[0][5] == "210"
 
 
+def test_costs_are_those_of_all_gpus() -> None:
+    """Two GPUs at twice the tokens cost what one does, and half of the large model's steps."""
+    asked, alone = case(R2R, 4, "planned"), case("large", 4, system=ITSELF)
+    routed = window(asked, 400.0, gpu_seconds_per_1000=2 * 1e3 / 400, large_forwards_per_1000=125.0)
+    large = window(alone, 200.0, large_forwards_per_1000=250.0)
+    group = Group([result("a", [Record(alone, large), Record(asked, routed)])])
+    assert rows(part(compared_table(group), "GPU-seconds / forward passes"), "planned B")[0][2] == "1.00 / 0.50"
+
+
+def test_wrong_thresholds_that_come_to_the_same() -> None:
+    half = case(R2R, 16, "planned x 0.5")
+    copied = Record(half, window(half, 400.0), {"same_as": "planned", "thresholds": {"small": 1, "large": 8}})
+    text = mistaken(Group([result("e", [record(case(R2R, 16, "planned"), 400.0), copied])]))
+    assert rows(text, "x 0.5")[0][4:6] == ["same as planned", "-"]
+
+
 def test_ratios_across_runs_are_marked() -> None:
     """Of every experiment, and of every target."""
     one_stream = [record(case("large", 1), 50.0), record(case(R2R, 1, "planned"), 100.0)]
@@ -241,7 +257,8 @@ def test_ratios_across_runs_are_marked() -> None:
     one, other = result("c", one_stream), result("c", many, started="2026-11-30T11:00:00Z")
     group = Group([one, other])
     sixteen = rows(scaled_up(group), "16")[0]
-    assert sixteen[3:] == ["1,400", "learned B", "2.00", "2.00", "1,400", "2.00", "-", "14.00\\*", "88%\\*", "88%\\*"]
+    assert sixteen[3:9] == ["1,400", "learned B", "2.00", "2.00", "0.50", "1,400"]
+    assert sixteen[9:] == ["2.00", "-", "14.00\\*", "88%\\*", "88%\\*"]
     grown, kept = rows(targets_table([group]), "N = 1 to 16")
     assert (grown[4], grown[5], grown[8], kept[4]) == ("14\\*", "learned B", "14\\*", "88%\\*")
     assert grown[10] == "14\\*"
@@ -341,7 +358,7 @@ def test_every_experiment_has_its_table_and_plot(tmp_path: Path) -> None:
     assert rows(text, "no graphs", "planned B")[0][2] == "300 (0.75)"
     (sixteen,) = (row for row in rows(text, "1,440") if row[0] == "16")
     assert sixteen[0:4] == ["16", "700", "in the routed daemon", "1,440"]
-    assert sixteen[10:] == ["12.00", "75%", "88%"]
+    assert sixteen[11:] == ["12.00", "75%", "88%"]
     assert [row[4] for row in rows(text, "eager", "70")][:3] == ["1.00", "2.00", "4.00"]
     assert rows(text, "R2R, p = 0.35", "x 0.5")[0][5] == "0.75"
     assert rows(text, "no MPS")[0][:4] == ["no MPS", "R2R, p = 0.35", "planned B", "16"]

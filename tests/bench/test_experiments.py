@@ -87,6 +87,8 @@ def test_wrong_thresholds_and_switching(tmp_path: Path) -> None:
         if one.case.batching.startswith("planned x"):
             by_thresholds.setdefault(one.facts["thresholds"]["large"], set()).add(json.dumps(one.window))
     assert all(len(found) == 1 for found in by_thresholds.values())
+    copies = [one for one in result.records if "same_as" in one.facts]
+    assert len(copies) == len(result.records) - len({json.dumps(one.window) for one in result.records}) > 0
     assert main(["--experiment", "d", *arguments, "--streams", "1", "--only", "*/every:1/*,*/every:8/*"]) == 0
     found = windows(tmp_path)
     often, rarely = (found[f"trouterd/20/2000/every:{n}/eager/1"]["handoffs_per_100"] for n in (1, 8))
