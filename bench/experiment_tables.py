@@ -8,7 +8,7 @@ from bench.experiment_fleet import EAGER, PLANNED, SCALED
 from bench.experiment_group import Group, Measured, Ratio, over
 from bench.experiment_markdown import WAYS, batching, by_model, cell, table
 from bench.experiment_rates import at_rates
-from bench.experiment_time import handoff_price
+from bench.experiment_time import visit_price
 
 
 def ablated(group: Group) -> str:
@@ -80,9 +80,9 @@ def switched(group: Group) -> str:
         "N",
         "B",
         "token/s",
-        "x large",
+        "x large only",
         "hand-offs / 100",
-        "price of a hand-off, ms",
+        "price of a visit (two hand-offs), ms",
         "sent to first step, ms",
     )
     rows = [
@@ -93,7 +93,7 @@ def switched(group: Group) -> str:
             one.rate,
             group.to_large(one),
             one.of("handoffs_per_100"),
-            handoff_price(group, one),
+            visit_price(group, one),
             one.of("extra", "handoff_ms"),
         )
         for one in group.select()

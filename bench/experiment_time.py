@@ -96,24 +96,14 @@ def spent_table(group: Group, windows: Iterable[Measured]) -> str:
     return table(head, rows, 3)
 
 
-def handoff_price(group: Group, one: Measured) -> float | None:
-    """Milliseconds that one hand-off costs a request beside the models' steps; among several streams with the wait for a launch.
+def visit_price(group: Group, one: Measured) -> float | None:
+    """Milliseconds that a visit of the large model costs a request beside its steps: the time from one visit to the next, less the
+    steps of either model, each as long as for that model alone with a batch like the window's.
 
-    What a request spends in no step anyway, between one step of the small model and the next, is taken from the window of that
-    model alone.
+    So it holds two hand-offs, waiting for a launch, and what steps take longer for the rows of a visit and beside each other.
+    None: not known.
     """
-    handoffs, idle = one.of("handoffs_per_100"), _idle(one)
-    alone = group.best(one.case.workload, SMALL, one.case.streams)
-    usual = _idle(alone) if alone else None
-    if not handoffs or idle is None or usual is None:
+    time, handoffs = spent(group, one), one.of("handoffs_per_100")
+    if time is None or not handoffs or time.small_alone is None or time.large_alone is None:
         return None
-    return 100 * max(0.0, idle - usual) / handoffs
-
-
-def _idle(one: Measured) -> float | None:
-    """Milliseconds in no step, per token."""
-    batch, busy = one.record.window.get("batch") or {}, one.record.window.get("busy") or {}
-    if not batch or not one.rate:
-        return None
-    in_steps = sum(float(batch[name]) * float(busy[name]) for name in batch)
-    return 1e3 * (one.case.streams - in_steps) / one.rate
+    return (time.total - time.small_alone - time.large_alone) * 200 / handoffs

@@ -23,7 +23,7 @@ from bench.experiment_scope import Scope
 from bench.experiment_setup import Setup
 from bench.experiment_tables import ablated, lengthened, mistaken, scaled_up
 from bench.experiment_targets import TARGETS, targets_table
-from bench.experiment_time import handoff_price, spent
+from bench.experiment_time import spent, visit_price
 from bench.patterns import DRAWN, PATTERNS
 from bench.vllm_peer import PeerCase
 from tests.bench.experiment_fakes import case, record, result, window
@@ -301,8 +301,26 @@ def test_where_the_time_goes() -> None:
     assert found.small_alone == pytest.approx(found.small)
     assert found.waiting == pytest.approx(3e3 / 400)
     assert found.cause.startswith("waiting for a launch and hand-offs: 7.5 of 10 ms")
-    # The small model alone has its 4 requests in no step for 3.5 of them, at 4,000 token/s.
-    assert handoff_price(group, one) == pytest.approx((1e3 * 3 / 400 - 1e3 * 3.5 / 4000) / 0.7)
+    # A visit every 100 / 35 tokens, of which 7.5 of 10 ms are in no step.
+    assert visit_price(group, one) == pytest.approx(7.5 * 100 / 35)
+
+
+def test_the_price_of_a_visit_has_what_steps_take_longer() -> None:
+    """Every fourth token by the large model: steps of 1 and 15 ms alone, of 1.5 and 20 ms here, and 2 ms between them."""
+    asked, cycle = case("every:4", 1, "eager"), 4 * 1.5 + 20 + 2
+    routed = window(
+        asked,
+        4e3 / cycle,
+        handoffs_per_100=50.0,
+        batch={"small": 1.0, "large": 1.0},
+        step_ms={"small": 1.5, "large": 20.0},
+        busy={"small": 4 * 1.5 / cycle, "large": 20 / cycle},
+    )
+    group = Group(
+        [result("d", [record(case("large", 1), 50.0), record(case("small", 1), 900.0), Record(asked, routed)])]
+    )
+    (one,) = group.select(subject="every:4")
+    assert visit_price(group, one) == pytest.approx(cycle - 4 * 1 - 15)
 
 
 def others() -> list[Result]:
