@@ -265,8 +265,8 @@ class Model(Section, frozen=True):
     megakernel: Annotated[
         Literal["auto", "on", "off"],
         Meta(
-            description="GPU: run steps of up to 32 rows as one persistent kernel. One model of a GPU can: 'auto' is the"
-            " smallest one whose shape and GPU allow it, unless another model there says 'on'."
+            description="GPU: run steps of up to 32 rows as one persistent kernel. 'auto' is the smallest model of a GPU whose"
+            " shape allows it, unless another model there says 'on'. Several can say 'on' with megakernel_percent of 100 in all."
         ),
     ] = "auto"
     megakernel_percent: Annotated[

@@ -181,10 +181,17 @@ def test_mistakes_about_shared_gpus_are_named(file: Path) -> None:
     found = problems(file, f"\n[gpu]\nmps = 'off'\n[models.x]\n{shared}[models.y]\n{shared}")
     assert found == [f"models.{name}.sm_percent: works through MPS, but gpu.mps is 'off'" for name in "xy"]
     kernel = "path = 'weights/small'\ndevice = 'cuda'\nmegakernel = 'on'\n"
-    found = problems(file, f"\n[models.x]\n{kernel}[models.y]\n{kernel}")
-    assert found == [
-        "models.y.megakernel: one model of a GPU can have it, and on GPU 0 'x' says 'on' as well; set one of them to 'off'"
-    ]
+    both = (
+        "models.y.megakernel: on GPU 0 'x' says 'on' as well; set one of them to 'off', or divide the GPU: megakernel_percent of"
+        " all that say 'on', 100 in all at most"
+    )
+    for x, y in ((0, 0), (0, 20), (21, 80)):
+        parts = [f"{kernel}megakernel_percent = {percent}\n" for percent in (x, y)]
+        assert problems(file, f"\n[models.x]\n{parts[0]}[models.y]\n{parts[1]}") == [both]
+    file.write_text(
+        f"{BASIC}\n[models.x]\n{kernel}megakernel_percent = 20\n[models.y]\n{kernel}megakernel_percent = 80\n"
+    )
+    load(file, {})
     apart = kernel.replace("'cuda'", "'cuda:1'")
     file.write_text(f"{BASIC}\n[models.x]\n{kernel}[models.y]\n{apart}")
     load(file, {})
