@@ -9,6 +9,7 @@ from typing import Any
 from bench.experiment_case import ITSELF, LARGE, STD, TROUTERD, Case, Record
 from bench.experiment_fleet import AUTO, EAGER, PLANNED
 from bench.experiment_result import Result
+from bench.ideal import ideal_of
 
 OTHER_RUN = "\\*"
 """Behind a ratio to a window of another run."""
@@ -75,8 +76,8 @@ class Measured:
 
     @property
     def of_ideal(self) -> float | None:
-        """Share of the bound that no policy exceeds."""
-        ideal = self.of("ideal")
+        """Share of what requests that never wait would write, in steps like those of this window."""
+        ideal = ideal_of(self.record.window)
         return self.rate / ideal if ideal else None
 
 

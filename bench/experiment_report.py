@@ -56,7 +56,9 @@ _NOTES = """\
   the daemon does unless told otherwise.
 - Times: means, medians, 95th percentiles of 20 or more, 99th of 100 or more. \\* behind a time to the first token: no request
   began in the window, and it is that of all N beginning at once. *held*: for how long a launch was held back.
-- *of ideal*: of the bound that no policy exceeds, for the window's own step times and routing.
+- *of ideal*: of the token/s of requests that never wait, in steps as long as the window's in the mean and with its own moves: the
+  part of their time that requests are in steps; for every system alike. *at the pace alone*: of their time, what the steps would
+  take if they were as long as for that model alone with one row a request.
 - *Std. Serving*: a dispatcher outside of the servers asks for one token a call, by the same draws, of the same daemon's models
   (with `--std-servers` of a daemon for each). No head runs for it, which is to its advantage.
 - `3072/32768`: the middle of answers of 8,192 tokens, whose first 3,072 come as a prompt, since a window is too short for all.

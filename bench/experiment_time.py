@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from bench.experiment_case import LARGE, SMALL
 from bench.experiment_group import Group, Measured
-from bench.experiment_markdown import WAYS, cell, table
+from bench.experiment_markdown import WAYS, cell, percent, table
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,13 @@ class Spent:
     def waiting(self) -> float:
         """In no step: hand-offs, and waits for a launch."""
         return max(0.0, self.total - self.small - self.large)
+
+    @property
+    def paced(self) -> float | None:
+        """Part of the time that the same steps take at the pace that the models have alone."""
+        if self.small_alone is None or self.large_alone is None:
+            return None
+        return (self.small_alone + self.large_alone) / self.total
 
     @property
     def cause(self) -> str:
@@ -85,14 +92,25 @@ def _between(points: Sequence[tuple[float, float]], size: float) -> float:
 def spent_table(group: Group, windows: Iterable[Measured]) -> str:
     """A row for each routed window."""
     times = ("ms per token", "small steps", "were it alone", "large steps", "were it alone", "in none")
-    head = ("system", "asked", "B", "N", *times)
+    parts = ("of ideal", "at the pace alone")
+    head = ("system", "asked", "B", "N", *times, *parts)
     rows = []
     for one in windows:
         found = spent(group, one)
         if found is not None:
             spans = (found.total, found.small, found.small_alone, found.large, found.large_alone, found.waiting)
             way = WAYS.get(one.case.batching, one.case.batching)
-            rows.append((one.case.system, group.name(one.case.subject), way, one.case.streams, *spans))
+            rows.append(
+                (
+                    one.case.system,
+                    group.name(one.case.subject),
+                    way,
+                    one.case.streams,
+                    *spans,
+                    percent(one.of_ideal),
+                    percent(found.paced),
+                )
+            )
     return table(head, rows, 3)
 
 

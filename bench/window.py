@@ -57,7 +57,7 @@ class Window:
     large_forwards_per_1000: float | None
     """Steps of the large model per 1,000 tokens; None where there is none."""
     ideal: float | None
-    """Tokens/s that no way of launching batches exceeds, for the step times and the routing of this window (`bench.ideal`)."""
+    """Tokens/s of requests that never wait, in steps and with moves like those of this window (`bench.ideal`)."""
     extra: dict[str, float | str]
     """`gpus`, `large` (name of that model) and, as far as known: `ttft_of` = `start` where no request began in the window, and the
     times to the first token are those of all streams beginning at once; `held_ms`, for which a launch was held back in the mean;
@@ -135,8 +135,6 @@ class _Spent:
     """Of those that took steps; empty where the target says nothing of itself."""
     delays: Mapping[str, float]
     """For `Window.extra`."""
-    page: Scrape | None
-    """At the end."""
 
     @classmethod
     def between(cls, before: _Look, after: _Look) -> Self:
@@ -145,11 +143,11 @@ class _Spent:
         counted = [look.counted for look in (before, after) if look.counted is not None]
         counted = counted or [page.counters() for page in pages]
         if len(counted) < 2:
-            return cls(0.0, {}, {}, None)
+            return cls(0.0, {}, {})
         old, new = counted
         models = {name: _minus(own, old.models[name]) for name, own in new.models.items() if name in old.models}
         models = {name: own for name, own in models.items() if own.steps > 0}
-        return cls(new.now - old.now, models, _delays(pages), pages[-1] if pages else None)
+        return cls(new.now - old.now, models, _delays(pages))
 
 
 def _delays(pages: Sequence[Scrape]) -> dict[str, float]:
@@ -210,6 +208,6 @@ def _window(
         busy={name: own.busy_seconds / spent.seconds for name, own in models.items()},
         gpu_seconds_per_1000=1e3 * target.gpus / rate,
         large_forwards_per_1000=1e3 * large.steps / counted if large and counted else None,
-        ideal=ideal(models, streams, spent.page),
+        ideal=ideal(models, streams),
         extra=extra,
     )

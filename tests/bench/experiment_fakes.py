@@ -35,7 +35,7 @@ def window(case: Case, rate: float, **fields: Any) -> dict[str, Any]:
         "busy": dict.fromkeys(names, 0.5),
         "gpu_seconds_per_1000": 1e3 / rate,
         "large_forwards_per_1000": 300.0,
-        "ideal": 1.25 * rate,
+        "ideal": None,
         "extra": {"handoff_ms": 0.2},
     } | fields
 

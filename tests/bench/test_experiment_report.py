@@ -89,7 +89,7 @@ def test_two_runs_in_one_report(tmp_path: Path) -> None:
     (std,) = rows(part(text, "token/s x Std. Serving"), "planned B")
     assert std[2:] == ["2.50", "4.40\\*", "-"]
     detail, _ = rows(text, "planned B (1, 1)")
-    assert detail[4:12] == ["1", "125", "2.50", "2.50", "p 0.35 for 0.35", "2.50", "80%", "600"]
+    assert detail[4:12] == ["1", "125", "2.50", "2.50", "p 0.35 for 0.35", "2.50", "100%", "600"]
     assert "Left out for lack of time (1): `trouterd/low/r2r-35/auto/64`" in text
     assert "- `trouterd/low/r2r-35/auto/16`: no answer" in text
     assert text.count("commit abc1234") == 2
@@ -117,8 +117,8 @@ def test_targets_say_met_and_missed() -> None:
     assert four[1:] == ["4", "1.9", "2.4", "2", *drawn, "2", "first met", "1.5", four[-1]]
     assert rows(text, "CITER")[0][4:10] == ["-", "-", "-", "-", "-", "not measured"]
     assert [row[9] for row in rows(text, "of the ideal bound")] == [
-        "first met",
-        "first met",
+        "aim met",
+        "**missed**",
         "not measured",
         "not measured",
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
@@ -14,17 +14,15 @@ import pytest
 from bench.counters import Scrape, over_control, page
 from bench.daemon import Link, Served, running
 from bench.endpoint import Address, Connection
-from bench.ideal import ideal
+from bench.ideal import ideal, ideal_of
 from bench.percentiles import Percentiles
 from bench.target import ModelCounters, Target
 from bench.window import Window, measure
 from bench.workloads import Workload, find
 from tests.bench.fake_server import FakeServer
 from tests.daemon.instance import scripts
-from trouterd.api.batching import _learned
 from trouterd.batching.bound import ideal as bound
 from trouterd.batching.network import Network, StepTime
-from trouterd.metrics import merge
 
 pytestmark = pytest.mark.timeout(180)
 STEP_MS = {"small": 4.0, "large": 12.0}
@@ -140,7 +138,7 @@ def spent(decisions: int, share: float, step_ms: float, batch: float, tokens: in
     return ModelCounters(tokens, steps, requests, steps * step_ms / 1e3, 0)
 
 
-def test_ideal_by_means_is_the_bound_of_the_published_pair() -> None:
+def test_ideal_is_the_bound_of_the_published_pair() -> None:
     network = Network.pair([StepTime.affine(6.0e-3), StepTime.affine(27.9e-3)], 0.35)
     small, large = network.shares
     decisions = 135_000
@@ -148,23 +146,36 @@ def test_ideal_by_means_is_the_bound_of_the_published_pair() -> None:
         "small": spent(decisions, small, 6.0, 1.8, round(decisions * small * 0.65)),
         "large": spent(decisions, large, 27.9, 2.4, round(decisions * large)),
     }
-    assert ideal(models, 4, None) == pytest.approx(bound(network, 4) * network.tokens_per_step, rel=1e-3)
-    assert ideal(models, 4, None) == pytest.approx(253.7, rel=1e-3)
+    assert ideal(models, 4) == pytest.approx(bound(network, 4) * network.tokens_per_step, rel=1e-3)
+    assert ideal(models, 4) == pytest.approx(253.7, rel=1e-3)
 
 
-def test_ideal_by_what_the_controller_has_learned() -> None:
-    """Step times without contention, and contention: the window's own mean has that in it already."""
-    times = [StepTime.affine(1e-3, 1e-5), StepTime.affine(15e-3, 2e-5)]
-    network = Network.pair(times, 0.35, contention=(1.8, 0.06), names=("small", "large"))
-    learned = Scrape.of(0.0, merge(_learned([network])).decode())
-    models = {
-        "small": spent(135_000, network.shares[0], 2.4, 3.0, round(135_000 * network.shares[0] * 0.65)),
-        "large": spent(135_000, network.shares[1], 15.4, 12.0, round(135_000 * network.shares[1])),
+@pytest.mark.parametrize(("batches", "busy"), [((3.0, 12.0), (0.9, 0.8)), ((1.2, 4.0), (0.5, 0.7)), ((1.0,), (0.99,))])
+def test_share_of_the_ideal_is_the_time_in_steps(batches: tuple[float, ...], busy: tuple[float, ...]) -> None:
+    """Whatever waits, and for whatever reason, is what lacks; of a model alone as of two."""
+    seconds, streams, times = 100.0, 16, (2.4e-3, 15.4e-3)
+    models = {}
+    for name, batch, part, time in zip(("small", "large"), batches, busy, times, strict=False):
+        steps = round(seconds * part / time)
+        requests = round(steps * batch)
+        models[name] = ModelCounters(requests, steps, requests, steps * time, 0)
+    tokens = sum(own.tokens for own in models.values())
+    found = ideal(models, streams)
+    assert found is not None
+    in_steps = sum(batch * part for batch, part in zip(batches, busy, strict=True))
+    assert tokens / seconds / found == pytest.approx(in_steps / streams, rel=1e-3)
+    # A file has what it takes to say so again.
+    window = {
+        "streams": streams,
+        "seconds": seconds,
+        "tokens_per_model": {name: own.tokens / seconds for name, own in models.items()},
+        "batch": {name: own.step_requests / own.steps for name, own in models.items()},
+        "step_ms": {name: 1e3 * own.busy_seconds / own.steps for name, own in models.items()},
+        "busy": {name: own.busy_seconds / seconds for name, own in models.items()},
     }
-    expected = bound(network, 16) * network.tokens_per_step
-    assert ideal(models, 16, learned) == pytest.approx(expected, rel=1e-3)
-    assert ideal(models, 16, None) != pytest.approx(expected, rel=0.05)
-    del models["small"]
-    alone = ideal({"large": replace(models["large"], tokens=models["large"].step_requests)}, 16, learned)
-    assert alone == pytest.approx(16 / 15.4e-3, rel=1e-3)
-    assert ideal({}, 16, learned) is None
+    assert ideal_of(window) == pytest.approx(found, rel=1e-3)
+
+
+def test_nothing_ideal_without_steps() -> None:
+    assert ideal({}, 16) is None
+    assert ideal_of({"streams": 4, "tokens_per_model": {}, "seconds": 5.0}) is None
