@@ -10,7 +10,7 @@ from bench.experiment_group import Group, Measured, Ratio, over
 from bench.experiment_markdown import WAYS, table
 from bench.experiment_peer import VLLM
 from bench.experiment_rates import at_rates, correction, rates
-from bench.experiment_time import spent
+from bench.experiment_time import Spent, spent
 from bench.patterns import CITER, COLLM, R2R, R2R_10, RSTITCH, Pattern
 
 PAIR, PLACEMENT, CARD = "Qwen3-0.6B+Qwen3-32B", "shared", "H200"
@@ -25,6 +25,8 @@ class Figure:
     window: Measured
     nominal: Ratio | None = None
     """The same, had moves been drawn at the rates that they should have; None: there is nothing to correct."""
+    cause: Callable[[Spent], str] = lambda time: time.cause
+    """What is missing, from where the time goes."""
     against: str = ""
     """Which way to serve the large model alone it is relative to; '' for none of them."""
 
@@ -61,7 +63,7 @@ def against_large(pattern: Pattern) -> Callable[[Group, int, Choice], Figure | N
         large = group.best_large(one) if one else None
         if one is None or large is None or (ratio := over(one, large)) is None:
             return None
-        return Figure(ratio, one, at_rates(group, one, ratio), system_name(large.case.system))
+        return Figure(ratio, one, at_rates(group, one, ratio), against=system_name(large.case.system))
 
     return measured
 
@@ -103,7 +105,9 @@ def _of_ideal(group: Group, streams: int, choice: Choice) -> Figure | None:
     """The bound is that of the window's own moves."""
     del group
     one = choice(_WORKLOAD, R2R.key, streams)
-    return Figure(Ratio(one.of_ideal, same_run=True), one) if one and one.of_ideal is not None else None
+    if one is None or one.of_ideal is None:
+        return None
+    return Figure(Ratio(one.of_ideal, same_run=True), one, cause=lambda time: time.waited)
 
 
 _N = (1, 4, 16, 64)
@@ -161,7 +165,7 @@ def _rows(target: Target, groups: Sequence[Group]) -> Iterable[Sequence[object]]
             _told(target, found.nominal),
             "aim met" if found.judged >= aim else "first met" if found.judged >= first else "**missed**",
             _told(target, learned.ratio if learned else None),
-            time.cause if time else "",
+            found.cause(time) if time else "",
         )
 
 

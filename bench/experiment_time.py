@@ -9,6 +9,8 @@ from bench.experiment_case import LARGE, SMALL
 from bench.experiment_group import Group, Measured
 from bench.experiment_markdown import WAYS, cell, percent, table
 
+_WAITING = "waiting for a launch and hand-offs"
+
 
 @dataclass(frozen=True, slots=True)
 class Spent:
@@ -37,13 +39,21 @@ class Spent:
     @property
     def cause(self) -> str:
         """What takes most of the time that need not be."""
-        parts = {"waiting for a launch and hand-offs": self.waiting}
+        parts = {_WAITING: self.waiting}
         if self.small_alone is not None:
             parts["steps of the small model that are longer than alone"] = self.small - self.small_alone
         if self.large_alone is not None:
             parts["steps of the large model that are longer than alone"] = self.large - self.large_alone
         worst = max(parts, key=lambda name: parts[name])
-        return f"{worst}: {cell(parts[worst])} of {cell(self.total)} ms per token"
+        return self._told(worst, parts[worst])
+
+    @property
+    def waited(self) -> str:
+        """What lacks to the ideal, to which longer steps are no loss."""
+        return self._told(_WAITING, self.waiting)
+
+    def _told(self, what: str, time: float) -> str:
+        return f"{what}: {cell(time)} of {cell(self.total)} ms per token"
 
 
 def spent(group: Group, one: Measured) -> Spent | None:
