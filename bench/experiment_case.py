@@ -15,6 +15,8 @@ AROUND = 1.0
 """Seconds of a window beside settling and measuring: connections, and the end of its streams."""
 TROUTERD, STD, SYNCHRONOUS = "trouterd", "std serving", "step-synchronous"
 """Systems: the daemon as it is, one server per model with a dispatcher outside, and all models in step."""
+TURNS = "turns"
+"""The daemon whose models run one at a time."""
 ITSELF = "by itself"
 """Systems whose names begin so: a daemon of the large model and of nothing else."""
 SMALL, MIDDLE, LARGE = "small", "middle", "large"
@@ -39,6 +41,10 @@ class Case:
     """Those with the highest number are dropped first."""
     settle: float = 0.0
     """Seconds of load before the window."""
+    seconds: float = 0.0
+    """Of its window at most; 0: as long as the others'."""
+    changed: tuple[str, ...] = ()
+    """Models whose steps differ here from those of trouterd as it is, even where they are alone."""
     instant: bool = False
     """Its figures come with the start of its stage."""
 
@@ -98,7 +104,12 @@ def matching(cases: Sequence[Case], only: Sequence[str]) -> tuple[Case, ...]:
 
 def cost(case: Case, seconds: float) -> float:
     """Seconds that it takes, where its window has `seconds`."""
-    return 0.0 if case.instant else case.settle + seconds + AROUND
+    return 0.0 if case.instant else case.settle + length(case, seconds) + AROUND
+
+
+def length(case: Case, seconds: float) -> float:
+    """Seconds of its window, where others have `seconds`."""
+    return min(case.seconds or seconds, seconds)
 
 
 def within(stages: Sequence[tuple[float, Sequence[Case]]], seconds: float, budget: float) -> tuple[set[str], list[str]]:

@@ -6,7 +6,7 @@ from bench.experiment_case import LARGE, SMALL, STD, TROUTERD
 from bench.experiment_compared import system_name
 from bench.experiment_fleet import EAGER, PLANNED, SCALED
 from bench.experiment_group import Group, Measured, Ratio, over
-from bench.experiment_markdown import WAYS, batching, by_model, cell, table
+from bench.experiment_markdown import WAYS, batching, cell, table
 from bench.experiment_rates import at_rates
 from bench.experiment_time import visit_price
 
@@ -134,40 +134,6 @@ def factor(way: str) -> float:
     if way == EAGER:
         return 0.0
     return float(way.removeprefix(SCALED)) if way.startswith(SCALED) else 1.0
-
-
-def placed(group: Group) -> str:
-    """Experiment f: ways to share a card, with the tail of the gaps between tokens."""
-    head = (
-        "",
-        "asked",
-        "B",
-        "N",
-        "token/s",
-        "x large",
-        "TTFT p99, ms",
-        "gap p50, ms",
-        "gap p99, ms",
-        "steps, ms",
-        "busy",
-    )
-    rows = [
-        (
-            "as it is" if one.case.system == TROUTERD else one.case.system,
-            group.name(one.case.subject),
-            batching(one),
-            one.case.streams,
-            one.rate,
-            group.to_large(one),
-            one.of("ttft_ms", "p99"),
-            one.of("gap_ms", "p50"),
-            one.of("gap_ms", "p99"),
-            by_model(one.record.window.get("step_ms")),
-            by_model(one.record.window.get("busy")),
-        )
-        for one in sorted(group.windows, key=lambda one: (one.case.subject, one.case.streams, one.case.batching))
-    ]
-    return table(head, rows, 3)
 
 
 def lengthened(group: Group) -> str:

@@ -146,20 +146,20 @@ def _is_meant(group: Group) -> bool:
 def _rows(target: Target, groups: Sequence[Group]) -> Iterable[Sequence[object]]:
     for streams, first, aim in zip(target.streams, target.first, target.aim, strict=True):
         goals = (f"{first:.0%}", f"{aim:.0%}") if target.share else (f"{first:.3g}", f"{aim:.3g}")
-        group = next((one for one in _of(target, groups) if target.measured(one, streams, one.best)), None)
-        found = target.measured(group, streams, group.best) if group else None
+        found, group = _best(target, groups, streams)
         if group is None or found is None:
             yield target.what, streams, *goals, None, None, None, None, None, "not measured", None, None
             continue
         learned = target.measured(group, streams, group.learned)
         window = found.window
         time = spent(group, window) if found.judged < aim else None
+        way = WAYS.get(window.case.batching, window.case.batching)
         yield (
             target.what,
             streams,
             *goals,
             _told(target, found.ratio),
-            WAYS.get(window.case.batching, window.case.batching),
+            f"{way}; {group.settings}" if group.settings else way,
             found.against or None,
             rates(window),
             _told(target, found.nominal),
@@ -169,8 +169,15 @@ def _rows(target: Target, groups: Sequence[Group]) -> Iterable[Sequence[object]]
         )
 
 
-def _of(target: Target, groups: Sequence[Group]) -> Iterable[Group]:
-    return (group for group in groups if group.head["experiment"] in target.experiments)
+def _best(target: Target, groups: Sequence[Group], streams: int) -> tuple[Figure | None, Group | None]:
+    """The figure and its group: of several settings the best one, with each of them the first experiment that has it."""
+    found: dict[str, tuple[Figure, Group]] = {}
+    for group in groups:
+        if group.head["experiment"] not in target.experiments or group.settings in found:
+            continue
+        if (figure := target.measured(group, streams, group.best)) is not None:
+            found[group.settings] = figure, group
+    return max(found.values(), key=lambda one: one[0].judged, default=(None, None))
 
 
 def _told(target: Target, ratio: Ratio | None) -> str | None:

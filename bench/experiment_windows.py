@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import uvloop
 
-from bench.experiment_case import Case, Measure
+from bench.experiment_case import Case, Measure, length
 from bench.progress import Progress
 from bench.target import Target
 from bench.window import Window, measure
@@ -16,7 +16,7 @@ from bench.workloads import find
 
 def measuring(seconds: float, progress: Progress) -> Measure:
     """Measures windows of `seconds`."""
-    return lambda target, case: asdict(_measured(target, case, seconds, progress))
+    return lambda target, case: asdict(_measured(target, case, length(case, seconds), progress))
 
 
 def _measured(target: Target, case: Case, seconds: float, progress: Progress) -> Window:

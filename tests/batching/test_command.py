@@ -71,6 +71,22 @@ def test_shared_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(capsys, [*PAPER, "--contention", "1"]) == answer(capsys, [*PAPER, "--contention", "1,1"])
 
 
+def test_models_that_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    beside, turns = answer(capsys, [*PAPER, "--contention", "1"]), answer(capsys, [*PAPER, "--turns"])
+    assert (turns["gpus"], turns["best"]["method"]) == (1, "exact")
+    # Thresholds with which models hardly ever run side by side are the best ones either way.
+    assert turns["best"]["thresholds"] == beside["best"]["thresholds"] == [2, 3]
+    assert turns["best"]["tokens_per_second"] == pytest.approx(beside["best"]["tokens_per_second"], rel=0.01)
+    assert turns["eager"]["tokens_per_second"] > 1.05 * beside["eager"]["tokens_per_second"]
+    assert ctl.main([*PAPER, "--turns", "--placement", "shared,separate"]) == ctl.EXIT_OK
+    heads = [line for line in capsys.readouterr().out.splitlines() if "; share of steps" in line]
+    assert [line.endswith("; one model at a time") for line in heads] == [True, False]
+    assert ctl.main([*PAPER, "--turns", "--contention", "1"]) == ctl.EXIT_USAGE
+    assert "--contention: models that take turns (--turns) never run side by side" in capsys.readouterr().err
+    assert ctl.main([*THREE, "--turns"]) == ctl.EXIT_USAGE
+    assert "turns: known for two models, not for 3" in capsys.readouterr().err
+
+
 def test_hand_offs_that_take_time(capsys: pytest.CaptureFixture[str]) -> None:
     result, late = answer(capsys, [*PAPER, "--handoff-ms", "0"]), answer(capsys, [*PAPER, "--handoff-ms", "0.5"])
     assert result == answer(capsys, PAPER)

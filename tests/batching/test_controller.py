@@ -133,6 +133,22 @@ def test_it_finds_the_plan_of_the_true_parameters(active: int) -> None:
     assert controller.lingers["large"] == pytest.approx(4 * 27.9e-3, rel=0.1)
 
 
+def test_models_that_take_turns_get_a_plan_for_turns() -> None:
+    network = replace(paper_pair(), turns=True)
+    controller = Controller(group())
+    controller.turns = True
+    run(controller, Daemon(network, 8), 10)
+    truth = plan(network, 8)
+    found = [controller.lists[name][7] for name in NAMES]
+    steps = Predictor(network, 8).steps_per_second(8, found)
+    assert steps == pytest.approx(truth.predicted[7] / network.tokens_per_step, rel=0.02)
+    assert controller.predicted == pytest.approx(truth.predicted[7], rel=0.05)
+    controller.turns = False
+    controller.recompute(110.0)
+    assert controller.network is not None
+    assert not controller.network.turns
+
+
 def test_small_promises_of_waiting_are_not_worth_a_change() -> None:
     waits = {}
     for share in (0.25, 0.35):

@@ -198,6 +198,7 @@ def window(
         gpu_seconds_per_1000=1000 / rate,
         large_forwards_per_1000=None,
         ideal=2 * rate,
+        overlap={},
         extra={"gpus": 1, "ttft_of": "start"} | ({"large": large} if large else {}),
     )
 

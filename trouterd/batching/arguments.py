@@ -122,6 +122,11 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         " (0: GPUs of their own; 1: time slices of one)",
     )
     plan.add_argument(
+        "--turns",
+        action="store_true",
+        help="two models that share GPUs run one at a time (batching.overlap = false)",
+    )
+    plan.add_argument(
         "--placement",
         type=_list_of(_placement),
         default=(),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -62,6 +62,8 @@ class Controller:
         self.estimator = Estimator(group, kept.learned if kept else None)
         self.lists: Lists = dict(kept.lists) if kept else {}
         """In force; a model that is missing launches whatever is ready."""
+        self.turns = False
+        """Models run one at a time."""
         self.lingers: dict[str, float] = {}
         self.state = "learning"
         """In words."""
@@ -126,7 +128,10 @@ class Controller:
         if not obeyed:
             self._trials.forget()
         before = self.lists, self.lingers
-        self.network = network = self.estimator.network()
+        network = self.estimator.network()
+        if network is not None and self.turns and network.size == 2:
+            network = replace(network, turns=True)
+        self.network = network
         if network is None:
             self.lists = {}
             self._trials.forget()
@@ -200,7 +205,8 @@ class Controller:
         return self._chosen or self.lists
 
     def _plain(self, network: Network) -> bool:
-        return all(geometric(runs) for runs in self._runs(network))
+        # Replays know models side by side only.
+        return network.turns or all(geometric(runs) for runs in self._runs(network))
 
     def _runs(self, network: Network) -> list[dict[int, float]]:
         return [self.estimator.learned[name].runs or {1: 1.0} for name in network.names]

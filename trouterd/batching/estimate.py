@@ -11,6 +11,7 @@ import numpy as np
 
 from trouterd.batching.groups import Group
 from trouterd.batching.network import Floats, Matrix, Network, NetworkError, StepTime
+from trouterd.batching.overlap import overlapped
 from trouterd.batching.report import Report, Step
 
 Key = TypeVar("Key")
@@ -142,11 +143,10 @@ class Estimator:
         """Samples of new steps, with their overlap."""
         share = np.zeros(len(steps))
         if steps and self.group.shares[self.group.models.index(name)]:
-            begin = np.array([step.begin for step in steps])
             seconds = np.array([step.seconds for step in steps])
             for other, report in reports.items():
                 if other != name and report.steps:
-                    share += _overlap(begin, begin + seconds, report.steps) / np.maximum(seconds, 1e-9)
+                    share += overlapped(steps, report.steps) / np.maximum(seconds, 1e-9)
         return [(s.requests, s.seconds, o) for s, o in zip(steps, share.tolist(), strict=True) if s.seconds > 0]
 
     def _fit(self, name: str) -> None:
@@ -230,14 +230,6 @@ def _alone(seconds: Floats, overlap: Floats, factor: float) -> Floats:
     """
     beside = np.minimum(overlap, 1.0)
     return np.asarray(seconds * (1 - beside + beside / (1 + factor * np.maximum(overlap, 1.0))))
-
-
-def _overlap(begin: Floats, end: Floats, others: Sequence[Step]) -> Floats:
-    """Seconds of each interval during which the other model ran; its steps do not overlap each other."""
-    edges = np.array([edge for step in others for edge in (step.begin, step.begin + step.seconds)])
-    edges = np.maximum.accumulate(edges)
-    busy = np.concatenate(([0.0], np.cumsum(np.diff(edges) * (np.arange(len(edges) - 1) % 2 == 0))))
-    return np.asarray(np.interp(end, edges, busy) - np.interp(begin, edges, busy))
 
 
 def _commits(facts: Sequence[Learned]) -> Matrix:

@@ -31,7 +31,7 @@ def placed(network: Network, name: str, contention: Sequence[float], gpus: Seque
     """A network where `name` says.
 
     Args:
-        network: without contention.
+        network: without contention; models take turns where they are together, if it says so.
         name: one of PLACEMENTS, or "": shared if there is contention.
         contention: one factor per model, of models that share GPUs; empty: FASTER and SLOWER where a placement is named, else none.
         gpus: of each model, or one number for the whole deployment; empty: one per model.
@@ -49,11 +49,12 @@ def placed(network: Network, name: str, contention: Sequence[float], gpus: Seque
         if count > 2:
             raise NetworkError("--placement shared: for three or more models no factors are known; set --contention")
         contention = tuple(SLOWER if model == slowest else FASTER for model in range(count))
-    together = name == SHARED or (not name and any(contention))
+    together = name == SHARED or (not name and (network.turns or any(contention)))
     if len(gpus) == 1:
         paid = alone = gpus[0]
     else:
         each = tuple(gpus) or (1,) * count
         paid, alone = (max(each) if together else sum(each)), each[slowest]
-    own = tuple(contention) if together else ()
-    return Placement(name, replace(network, contention=own), paid, alone)
+    turns = network.turns and together
+    own = tuple(contention) if together and not turns else ()
+    return Placement(name, replace(network, contention=own, turns=turns), paid, alone)

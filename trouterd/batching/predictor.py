@@ -8,6 +8,7 @@ from trouterd.batching.launch import clamp
 from trouterd.batching.network import Network
 from trouterd.batching.pair import Pair, fold
 from trouterd.batching.reduction import Reduction
+from trouterd.batching.turns import TurnChain
 
 WHOLE = 48
 """Requests up to which a system is solved as it is; above, each of so many stands for several."""
@@ -77,12 +78,13 @@ class Predictor:
         fast = fast if self.network.size == 2 else 1
         return tuple(slow if model == self.slow_model else fast for model in range(self.network.size))
 
-    def reduction(self, active: int, fast_threshold: int) -> Reduction:
+    def reduction(self, active: int, fast_threshold: int) -> Reduction | TurnChain:
         """Of `active` requests, or of WHOLE that stand for them."""
         if self.pair is None:
             raise ValueError("only one model is used: there is nothing to reduce")
         factor = max(1.0, active / WHOLE)
-        return Reduction(self.pair.zoomed(factor), min(active, WHOLE), fast_threshold)
+        solver = TurnChain if self.network.turns else Reduction
+        return solver(self.pair.zoomed(factor), min(active, WHOLE), fast_threshold)
 
 
 def rescaled(pair: tuple[int, int], active: int, size: int) -> tuple[int, int]:

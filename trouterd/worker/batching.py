@@ -30,6 +30,7 @@ class Batching:
             "batching": self._show,
             "batching-report": self._report,
             "batching-lists": self._take,
+            "batching-steps": self._steps,
         }
         self.configure(config)
 
@@ -93,6 +94,10 @@ class Batching:
         del args
         worker = self._worker
         return msgspec.to_builtins(worker.observer.report(time.monotonic(), worker.active.total, self._learned.version))
+
+    async def _steps(self, args: dict[str, Any]) -> Any:
+        """For measurements: the latest steps, which the controller still gets."""
+        return msgspec.to_builtins(self._worker.observer.since(float(args["since"])))
 
     async def _take(self, args: dict[str, Any]) -> None:
         """The controller's lists, in force from the next step on."""
