@@ -43,6 +43,8 @@ class Case:
     """Seconds of load before the window."""
     seconds: float = 0.0
     """Of its window at most; 0: as long as the others'."""
+    prefill: float = 0.0
+    """Seconds until all streams have a first token, roughly."""
     changed: tuple[str, ...] = ()
     """Models whose steps differ here from those of trouterd as it is, even where they are alone."""
     instant: bool = False
@@ -104,7 +106,7 @@ def matching(cases: Sequence[Case], only: Sequence[str]) -> tuple[Case, ...]:
 
 def cost(case: Case, seconds: float) -> float:
     """Seconds that it takes, where its window has `seconds`."""
-    return 0.0 if case.instant else case.settle + length(case, seconds) + AROUND
+    return 0.0 if case.instant else case.prefill + case.settle + length(case, seconds) + AROUND
 
 
 def length(case: Case, seconds: float) -> float:

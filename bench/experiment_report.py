@@ -63,6 +63,8 @@ _NOTES = """\
   take if they were as long as for that model alone with one row a request.
 - *Std. Serving*: a dispatcher outside of the servers asks for one token a call, by the same draws, of the same daemon's models
   (with `--std-servers` of a daemon for each). No head runs for it, which is to its advantage.
+- *Std. Serving on vLLM*: the peer's script sends N requests of 100 and 64 tokens at once and waits for the last of them, prefill
+  and drain included; beside it there is ours at `100/64`, which goes on with N requests all the time.
 - `3072/32768`: the middle of answers of 8,192 tokens, whose first 3,072 come as a prompt, since a window is too short for all.
 - N: requests in flight, closed loop. GPU-s: GPUs that the system keeps times seconds.
 """

@@ -9,6 +9,7 @@ from bench.experiment_compared import system_name
 from bench.experiment_group import Group, Measured, Ratio, over
 from bench.experiment_markdown import WAYS, table
 from bench.experiment_peer import VLLM
+from bench.experiment_peer import WORKLOAD as PEER_WORKLOAD
 from bench.experiment_rates import at_rates, correction, rates
 from bench.experiment_time import Spent, spent
 from bench.patterns import CITER, COLLM, R2R, R2R_10, RSTITCH, Pattern
@@ -69,7 +70,7 @@ def against_large(pattern: Pattern) -> Callable[[Group, int, Choice], Figure | N
 
 
 def _against_vllm(group: Group, streams: int, choice: Choice) -> Figure | None:
-    one = choice(_WORKLOAD, R2R.key, streams)
+    one = choice(PEER_WORKLOAD, R2R.key, streams)
     ratio = group.ratio(one, subject=R2R.key, system=VLLM) if one else None
     return Figure(ratio, one, at_rates(group, one, ratio)) if one and ratio else None
 

@@ -103,18 +103,28 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed[0] == "trouterd: 45 s to start"
     # R-Stitch's head is the fourth one: a second daemon, whose windows go before the first one's important ones.
     assert "trouterd 2: 45 s to start" in printed
-    assert "  trouterd/low/large/-/1   importance 0, 25 s" in printed
-    dropped = [line for line in printed if line.endswith("dropped")]
-    assert any("/agent/" in line for line in dropped)
-    assert not any("trouterd/low/large" in line for line in dropped)
+    # The large model alone for 10 s at most; 16 streams begin with prompts of 1,124 tokens in the mean, which take 2 s.
+    assert "  trouterd/low/large/-/16   importance 0, 14 s" in printed
+    assert "  trouterd/low/small/-/1   importance 8, 5.12 s" in printed
+    assert "  trouterd/low/r2r-35/planned/16   importance 2, 27 s" in printed
     assert float(printed[-1].split()[0]) <= 600
+    dropped = [line for line in printed if line.endswith("dropped")]
+    kept = [line.split("   ")[0] for line in printed if "importance" in line and line not in dropped]
+    # Every algorithm at the first number of streams, before any at all of them; no model alone without a route beside it.
+    assert all(
+        any(f"/{key}/planned/16" in line for line in kept) for key in ("r2r-35", "r2r-10", "citer", "collm", "rstitch")
+    )
+    assert not any("/low/r2r-35/planned/64" in line for line in kept)
+    counts = [{key.rsplit("/", 1)[1] for key in kept if part in key} for part in ("/large/", "/small/", "/planned/")]
+    assert counts == [{"16", "1"}] * 3
+    assert all("/low/" in line for line in kept)
 
 
-def test_a_sweep_of_one_card_fits_into_five_minutes(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a machine on which a daemon takes 35 s to start: every division but for one window, and turns by plan."""
+def test_a_sweep_of_one_card_fits_into_seven_minutes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a machine on which a daemon takes 35 s to start: every division, and turns by plan."""
     pair = ["--small", "Qwen3-0.6B", "--large", "Qwen3-32B", "--devices", "cuda:0"]
     quick = ["--seconds", "4", "--settle", "1", "--start", "35", "--list", "--budget"]
-    assert main(["--experiment", "f", *pair, *quick, "300"]) == 0
+    assert main(["--experiment", "f", *pair, *quick, "395"]) == 0
     listed = capsys.readouterr().out
     kept = [
         line.split("   ")[0].strip() for line in listed.splitlines() if "importance" in line and "dropped" not in line
@@ -122,10 +132,10 @@ def test_a_sweep_of_one_card_fits_into_five_minutes(capsys: pytest.CaptureFixtur
     eager = [
         f"kernel at {percent} %/low/r2r-35/eager/{count}" for percent in (12, 20, 30, 40, 60) for count in (16, 64)
     ]
-    assert set(eager) - set(kept) == {"kernel at 40 %/low/r2r-35/eager/64"}
+    assert set(eager) <= set(kept)
     assert {"trouterd/low/r2r-35/eager/64", "turns/low/r2r-35/planned/64", "trouterd/low/large/-/64"} <= set(kept)
     # All of it at 16 and 64 streams; nothing at fewer, nor with limits of the large model, before that.
-    assert main(["--experiment", "f", *pair, *quick, "420"]) == 0
+    assert main(["--experiment", "f", *pair, *quick, "580"]) == 0
     listed = capsys.readouterr().out
     dropped = [line for line in listed.splitlines() if line.endswith("dropped")]
     assert not [line for line in dropped if "kernel at" in line and line.split("   ")[0].endswith(("/16", "/64"))]
