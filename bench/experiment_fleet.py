@@ -204,6 +204,7 @@ def opened_fleet(
     patterns: Sequence[Pattern | Mixture],
     steps: StepTimes,
     assumed: Assumed,
+    pools: dict[str, int],
 ) -> Iterator[OpenedFleet]:
     """Serve a deployment together with a route for each pattern.
 
@@ -214,10 +215,12 @@ def opened_fleet(
         patterns: whose routes are added.
         steps: see `OpenedFleet`.
         assumed: the same.
+        pools: is told the tokens of the models' KV pools.
     """
     folder.mkdir(parents=True, exist_ok=True)
     routes = routes_of(setup, patterns, folder, heads=True)
     full = replace(deployment, routes=(*deployment.routes, *routes))
     by_key = {pattern.key: pattern for pattern in patterns}
     with serving(full, folder) as fleet, ExitStack() as stack:
+        pools.update({model["name"]: int(model["kv_tokens"]) for model in fleet.call("models")["models"]})
         yield OpenedFleet(fleet, folder, stack, setup, by_key, steps, assumed)

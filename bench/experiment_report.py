@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.experiment_case import STD
 from bench.experiment_compared import compared
 from bench.experiment_details import details, latencies
 from bench.experiment_group import Group
@@ -43,6 +44,9 @@ _TABLES: dict[str, Callable[[Group], str]] = {
     "f": placed,
     "g": lengthened,
 }
+_STD_ON_ONE = """\
+Std. Serving had no servers of its own here: the routed daemon's models answered, through the one api process of that daemon, which
+is to its disadvantage."""
 _NO_HEADS = "A scripted model has no hidden states: beside one no head runs."
 _NOTES = """\
 - *planned B*: lists of `trouterctl batching plan`, from step times of the models alone (same run) and the rates in the names;
@@ -61,8 +65,8 @@ _NOTES = """\
 - *of ideal*: of the token/s of requests that never wait, in steps as long as the window's in the mean and with its own moves: the
   part of their time that requests are in steps; for every system alike. *at the pace alone*: of their time, what the steps would
   take if they were as long as for that model alone with one row a request.
-- *Std. Serving*: a dispatcher outside of the servers asks for one token a call, by the same draws, of the same daemon's models
-  (with `--std-servers` of a daemon for each). No head runs for it, which is to its advantage.
+- *Std. Serving*: a dispatcher outside of the servers asks for one token a call, by the same draws. No head runs for it, which is
+  to its advantage.
 - *Std. Serving on vLLM*: the peer's script sends N requests of 100 and 64 tokens at once and waits for the last of them, prefill
   and drain included; beside it there is ours at `100/64`, which goes on with N requests all the time.
 - `3072/32768`: the middle of answers of 8,192 tokens, whose first 3,072 come as a prompt, since a window is too short for all.
@@ -158,6 +162,8 @@ def _origin(group: Group) -> Iterable[str]:
         versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
         window = f"; windows of {head['seconds']:g} s" if "seconds" in head else ""
         yield f"- {head['started']}: {head['hardware']}, {versions}, commit {head['commit']}{window}: `{head['command']}`"
+        if not head.get("std_servers") and any(record.case.system == STD for record in result.records):
+            yield f"  - {_STD_ON_ONE}"
 
 
 def _lacking(group: Group) -> Iterable[str]:

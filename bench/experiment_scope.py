@@ -48,8 +48,10 @@ class Scope:
     """The peer's scripts."""
     daemon_start: float = 0.0
     """Seconds that a daemon takes to start and to end; 0: what is usual."""
-    own_servers: bool = False
-    """Std. Serving on servers of its own, in place of the routed daemon's models."""
+    own_servers: bool = True
+    """Std. Serving on servers of its own; False: on the routed daemon's models, whose one api process takes every call."""
+    pools: dict[str, int] = field(default_factory=dict)
+    """Tokens of the models' KV pools in the routed daemon, once it has run."""
 
     @property
     def start(self) -> float:
@@ -133,7 +135,7 @@ class Scope:
         return [*stages, Stage(STD, self.start, self._open_servers, tuple(apart))] if apart else stages
 
     def _open_servers(self, folder: Path) -> AbstractContextManager[Opened]:
-        return opened_servers(self.setup, folder, self.patterns)
+        return opened_servers(self.setup, folder, self.patterns, self.pools)
 
     def fleet(
         self,
@@ -157,6 +159,6 @@ class Scope:
 
         def start(folder: Path) -> AbstractContextManager[Opened]:
             assumed = Assumed(self.setup.contention if contention is None else tuple(contention), measured)
-            return opened_fleet(served, folder, self.setup, self.patterns, self.steps, assumed)
+            return opened_fleet(served, folder, self.setup, self.patterns, self.steps, assumed, self.pools)
 
         return Stage(name, self.start, start, tuple(cases))

@@ -267,8 +267,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     windows.add_argument(
         "--std-servers",
-        action="store_true",
-        help="Std. Serving on a daemon for each model, in place of the routed daemon's (on a shared GPU with kv_tokens)",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="Std. Serving on a daemon for each model (the default), or on the routed daemon's models",
     )
     windows.add_argument("--vllm", type=Path, metavar="FOLDER", help="experiment a: scripts of the peer")
     experiment_quality.add_arguments(parser)

@@ -63,5 +63,6 @@ def result(experiment: str, records: list[Record], started: str = "2026-11-30T10
         "seconds": 20.0,
         "names": {"r2r-35": "R2R, p = 0.35"},
         "heads": True,
+        "std_servers": True,
     }
     return Result(facts | head, records, complete=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from bench.experiment_peer import peer
 from bench.experiment_report import TITLES, side_by_side, write_report
 from bench.experiment_result import Result
 from bench.experiment_scope import Scope
+from bench.experiment_servers import _pools
+from bench.experiment_settings import Settings
 from bench.experiment_setup import Setup
 from bench.experiment_tables import ablated, lengthened, mistaken, scaled_up
 from bench.experiment_targets import TARGETS, targets_table
@@ -98,6 +101,22 @@ def test_two_runs_in_one_report(tmp_path: Path) -> None:
     # Files of other benches may lie beside.
     (tmp_path / "step.json").write_text(json.dumps({"decode": []}))
     assert write_report(tmp_path) == text
+
+
+def test_std_serving_without_servers_of_its_own_is_told(tmp_path: Path) -> None:
+    assert "no servers of its own" not in write_report(saved(tmp_path, result("a", compared())))
+    assert "no servers of its own" in write_report(saved(tmp_path, result("a", compared(), std_servers=False)))
+
+
+def test_pools_of_servers_that_share_a_gpu() -> None:
+    """They get those of the one daemon, a little less, unless they are given."""
+    both = Setup(("Qwen3-0.6B", "Qwen3-32B"), ("cuda:0", "cuda:0"), (1, 1))
+    pools = {"small": 100_000, "large": 100_000}
+    assert _pools(both, pools) == dict.fromkeys(pools, ("kv_tokens = 95000",))
+    assert _pools(replace(both, devices=("cuda:0", "cuda:1")), pools) == {}
+    given = replace(both, settings=Settings.read(["large.kv_tokens=7000"], both.names))
+    assert _pools(given, pools) == {"small": ("kv_tokens = 95000",)}
+    assert _pools(both, {}) == {}
 
 
 def test_a_run_that_is_particular_says_so_first(tmp_path: Path) -> None:

@@ -33,9 +33,9 @@ def test_algorithms_on_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert list(found) == [
         *(f"trouterd/20/2000/{name}/-/{count}" for name in ("large", "small") for count in (1, 2)),
         "trouterd/20/2000/r2r-35/planned/2",
-        "std serving/20/2000/r2r-35/-/2",
         "trouterd/20/2000/r2r-10/planned/2",
         "step-synchronous/20/2000/r2r-35/-/2",
+        "std serving/20/2000/r2r-35/-/2",
         "by itself/20/2000/large/-/2",
     ]
     assert found["by itself/20/2000/large/-/2"]["large_forwards_per_1000"] == pytest.approx(500, rel=0.1)
@@ -175,8 +175,11 @@ def test_every_experiment_can_be_listed(capsys: pytest.CaptureFixture[str]) -> N
     assert "/middle/" in listed
     assert "/me/planned/16" in listed
     assert "r2r" not in listed
-    assert main(["--experiment", "c", *pair, "--std-servers", "--list"]) == 0
-    assert "std serving: 5 s to start" in capsys.readouterr().out
+    assert "std serving: 5 s to start" in seen["c", "cpu"]
+    assert main(["--experiment", "c", *pair, "--no-std-servers", "--list"]) == 0
+    printed = capsys.readouterr().out
+    assert "std serving: " not in printed
+    assert "std serving/low/r2r-35/-/16" in printed
 
 
 @pytest.mark.parametrize(
