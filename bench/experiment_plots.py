@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.experiment_case import LARGE, STD
+from bench.experiment_compared import system_name
 from bench.experiment_fleet import AUTO, EAGER, PLANNED
 from bench.experiment_group import Group, Measured
 from bench.experiment_tables import factor
@@ -32,21 +33,25 @@ def write_plots(group: Group, points: Sequence[dict[str, Any]], folder: Path) ->
     from matplotlib.figure import Figure
 
     experiment = str(group.head["experiment"])
-    figures: list[tuple[str, Callable[[Axes], None]]] = []
+    figures: list[tuple[str, list[str], Callable[[Axes], None]]] = []
     if points:
-        figures.append(("", lambda axes: _quality(axes, points)))
+        figures.append(("", [], lambda axes: _quality(axes, points)))
     elif group.windows:
-        workloads = _workloads(experiment, group)
+        several = _workloads(experiment, group)
         figures = [
-            (f"-{short(workload)}" if len(workloads) > 1 else "", _drawer(experiment, group, workload))
-            for workload in workloads
+            (
+                f"-{short(workload)}" if len(several) > 1 else "",
+                group.workloads() if experiment == "g" else [workload],
+                _drawer(experiment, group, workload),
+            )
+            for workload in several
         ]
     written = []
-    for suffix, draw in figures:
+    for suffix, workloads, draw in figures:
         figure = Figure(figsize=_INCHES, layout="constrained")
         axes = figure.subplots()
         draw(axes)
-        axes.set_title(f"{group.title}; {group.head['hardware']}", fontsize=10)
+        axes.set_title("; ".join([group.title, *workloads, str(group.head["hardware"])]), fontsize=10)
         axes.grid(alpha=0.3)
         for axis in (axes.xaxis, axes.yaxis):
             if axis.get_scale() == "log":
@@ -108,10 +113,15 @@ def _compared(axes: Axes, group: Group, workload: str) -> None:
         _line(axes, _ratios(group, best), group.name(subject), number)
         std = group.select(system=STD, workload=workload, subject=subject)
         _line(axes, _ratios(group, std), f"{group.name(subject)}, Std. Serving", number, ":")
-    axes.axhline(1.0, color="black", linewidth=1, label="large only, the fastest")
+    _baseline(axes, group)
     axes.set_yscale("log")
-    axes.set_ylabel("token/s over large only")
+    axes.set_ylabel("token/s over large only; routed: the fastest B")
     _streams_axis(axes, counts)
+
+
+def _baseline(axes: Axes, group: Group) -> None:
+    ways = ", ".join(system_name(system) for system in group.large_systems)
+    axes.axhline(1.0, color="black", linewidth=1, label=f"large only, the fastest of: {ways}")
 
 
 def _ratios(group: Group, windows: Sequence[Measured | None]) -> list[tuple[float, float]]:
@@ -129,7 +139,10 @@ def _scaled_up(axes: Axes, group: Group, workload: str) -> None:
     routed = [one for count in counts if (one := group.best(workload, subject, count))]
     lines = {
         f"routed: {group.name(subject)}": routed,
-        "large model alone": group.select(workload=workload, subject=LARGE),
+        **{
+            f"large only, {system_name(system)}": group.select(system=system, workload=workload, subject=LARGE)
+            for system in group.large_systems
+        },
         "Std. Serving": group.select(system=STD, workload=workload, subject=subject),
     }
     for number, (label, found) in enumerate(lines.items()):
@@ -155,7 +168,7 @@ def _switched(axes: Axes, group: Group, workload: str) -> None:
             ]
             _line(axes, points, f"N = {count}, {way}", number)
             number += bool(points)
-    axes.axhline(1.0, color="black", linewidth=1, label="large only, the fastest")
+    _baseline(axes, group)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("every n-th token by the large model, n")
     axes.set_ylabel("token/s over large only")
@@ -183,11 +196,14 @@ def _placed(axes: Axes, group: Group, workload: str) -> None:
     for number, system in enumerate(dict.fromkeys(one.case.system for one in group.windows)):
         for way, style in ((PLANNED, "-"), (EAGER, ":")):
             found = group.select(system=system, workload=workload, subject=subject, batching=way)
-            points = [(one.rate, gap) for one in found if (gap := one.of("gap_ms", "p99")) is not None]
+            found = [one for one in found if one.of("gap_ms", "p99") is not None]
+            points = [(one.rate, one.of("gap_ms", "p99") or 0.0) for one in found]
             _line(axes, points, f"{'as it is' if number == 0 else system}, {way}", number, style)
+            for one, point in zip(found, points, strict=True):
+                axes.annotate(str(one.case.streams), point, xytext=(4, 4), textcoords="offset points", fontsize=7)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlabel("token/s")
+    axes.set_xlabel("token/s; at the points: requests in flight")
     axes.set_ylabel("gap between tokens, p99, ms")
 
 

@@ -44,6 +44,9 @@ _TABLES: dict[str, Callable[[Group], str]] = {
     "f": placed,
     "g": lengthened,
 }
+_ONE_WINDOW = (
+    "One window for each point, so that their spread is not known: differences of a few percent may be chance."
+)
 _STD_ON_ONE = """\
 Std. Serving had no servers of its own here: the routed daemon's models answered, through the one api process of that daemon, which
 is to its disadvantage."""
@@ -161,7 +164,11 @@ def _origin(group: Group) -> Iterable[str]:
         head = result.head
         versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
         window = f"; windows of {head['seconds']:g} s" if "seconds" in head else ""
-        yield f"- {head['started']}: {head['hardware']}, {versions}, commit {head['commit']}{window}: `{head['command']}`"
+        dirty = " with changes that were not committed" if str(head["commit"]).endswith("+") else ""
+        commit = f"commit {head['commit']}{dirty}"
+        yield f"- {head['started']}: {head['hardware']}, {versions}, {commit}{window}: `{head['command']}`"
+        if result.records and not any(record.window.get("repeats") for record in result.records):
+            yield f"  - {_ONE_WINDOW}"
         if not head.get("std_servers") and any(record.case.system == STD for record in result.records):
             yield f"  - {_STD_ON_ONE}"
 
