@@ -120,8 +120,9 @@ def _compared(axes: Axes, group: Group, workload: str) -> None:
 
 
 def _baseline(axes: Axes, group: Group) -> None:
-    ways = ", ".join(system_name(system) for system in group.large_systems)
-    axes.axhline(1.0, color="black", linewidth=1, label=f"large only, the fastest of: {ways}")
+    ways = [system_name(system) for system in group.large_systems]
+    several = f"the fastest of {len(ways)}: " if len(ways) > 1 else ""
+    axes.axhline(1.0, color="black", linewidth=1, label=f"large only, {several}{', '.join(ways)}")
 
 
 def _ratios(group: Group, windows: Sequence[Measured | None]) -> list[tuple[float, float]]:
