@@ -11,6 +11,7 @@ from bench.experiment_case import LARGE, STD
 from bench.experiment_compared import system_name
 from bench.experiment_fleet import AUTO, EAGER, PLANNED
 from bench.experiment_group import Group, Measured
+from bench.experiment_rates import at_rates
 from bench.experiment_tables import factor
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def _compared(axes: Axes, group: Group, workload: str) -> None:
         _line(axes, _ratios(group, std), f"{group.name(subject)}, Std. Serving", number, ":")
     _baseline(axes, group)
     axes.set_yscale("log")
-    axes.set_ylabel("token/s over large only; routed: the fastest B")
+    axes.set_ylabel("token/s over large only, at nominal rates; routed: the fastest B")
     _streams_axis(axes, counts)
 
 
@@ -130,7 +131,7 @@ def _ratios(group: Group, windows: Sequence[Measured | None]) -> list[tuple[floa
     for one in windows:
         ratio = group.to_large(one) if one else None
         if one and ratio:
-            found.append((float(one.case.streams), ratio.value))
+            found.append((float(one.case.streams), (at_rates(group, one, ratio) or ratio).value))
     return found
 
 
