@@ -159,13 +159,13 @@ def _rows(target: Target, groups: Sequence[Group]) -> Iterable[Sequence[object]]
             target.what,
             streams,
             *goals,
-            _told(target, found.ratio),
+            _told(target, found.ratio) + _spread(target, found),
             f"{way}; {group.settings}" if group.settings else way,
             found.against or None,
             rates(window),
-            _told(target, found.nominal),
+            _told(target, found.nominal) if found.nominal else None,
             "aim met" if found.judged >= aim else "first met" if found.judged >= first else "**missed**",
-            _told(target, learned.ratio if learned else None),
+            _told(target, learned.ratio) if learned else None,
             found.cause(time) if time else "",
         )
 
@@ -181,7 +181,16 @@ def _best(target: Target, groups: Sequence[Group], streams: int) -> tuple[Figure
     return max(found.values(), key=lambda one: one[0].judged, default=(None, None))
 
 
-def _told(target: Target, ratio: Ratio | None) -> str | None:
-    if ratio is None:
-        return None
+def _spread(target: Target, figure: Figure) -> str:
+    """Of the window's repeats, what it is relative to being one window or the mean of several."""
+    if figure.window.spread is None:
+        return ""
+    low, high = (
+        _told(target, figure.ratio.times(rate / figure.window.rate)).removesuffix(figure.ratio.mark)
+        for rate in figure.window.spread
+    )
+    return f" ({low} to {high})"
+
+
+def _told(target: Target, ratio: Ratio) -> str:
     return f"{ratio.value:.0%}{ratio.mark}" if target.share else f"{ratio.value:.3g}{ratio.mark}"

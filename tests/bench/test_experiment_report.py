@@ -200,6 +200,8 @@ def test_times_that_there_are_enough_of() -> None:
     (row,) = rows(latencies(group), "R2R, p = 0.35")
     assert row[5:] == ["2", "1.5", "3", "-", "2", "1.5", "3", "4", "2", "1.5", "3", "-"]
     assert rows(details(group), "R2R, p = 0.35")[0][5] == "400 (380 to 420)"
+    with_large = Group([result("a", [Record(asked, window(asked, 400.0, **few)), record(case("large", 16), 200.0)])])
+    assert rows(targets_table([with_large]), "R2R, p = 0.35 / large only")[2][4] == "2 (1.9 to 2.1)"
     at_once = window(asked, 400.0, extra={"ttft_of": "start"}, requests=0, request_ms=times)
     (row,) = rows(latencies(Group([result("a", [Record(asked, at_once)])])), "R2R, p = 0.35")
     assert row[5:9] == ["2\\*", "1.5\\*", "-", "-"], "of sixteen"
