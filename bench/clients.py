@@ -16,9 +16,12 @@ from bench.answer import Answer, Log
 from bench.dialect import Conversation, Dialect, stream
 from bench.endpoint import SILENCE, Address, Connection
 from bench.workloads import Turn, Workload
+from models.rng import Purpose, key
 
 _TICK = 0.2
 """Seconds between two words of progress."""
+_SEED_BITS = 31
+"""Of a request's seed: every server takes so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +132,17 @@ class Clients:
         dialect: of the server they ask.
         workload: what they ask.
         count: how many there are.
+        seed: of what their requests draw.
         silence: seconds without a byte after which an answer is given up.
     """
 
-    def __init__(self, dialect: Dialect, workload: Workload, count: int, silence: float = SILENCE) -> None:
+    def __init__(
+        self, dialect: Dialect, workload: Workload, count: int, *, seed: int = 0, silence: float = SILENCE
+    ) -> None:
         self._dialect = dialect
         self._workload = workload
         self._address = Address.of(dialect.target.url)
+        self._seed = seed
         self._silence = silence
         self._numbers = itertools.count()
         self._clients = [Client() for _ in range(count)]
@@ -226,7 +233,7 @@ class Clients:
         try:
             while True:
                 number = next(self._numbers)
-                conversation = Conversation(self._dialect, self._workload, number)
+                conversation = Conversation(self._dialect, self._workload, request_seed(self._seed, number))
                 for turn in self._workload.conversation(number):
                     said = self._shorter(turn, place) if first else turn
                     path, body = conversation.request(said)
@@ -244,6 +251,11 @@ class Clients:
         if not self._workload.ignore_eos:
             return turn
         return replace(turn, max_tokens=math.ceil(turn.max_tokens * (place + 1) / len(self._clients)))
+
+
+def request_seed(seed: int, number: int) -> int:
+    """Of the requests of a conversation: those of two seeds, or of two numbers, have nothing in common."""
+    return key(seed, 0, number, Purpose.USER) >> (64 - _SEED_BITS)
 
 
 def route(usage: Mapping[str, Any] | None) -> Mapping[str, Any]:

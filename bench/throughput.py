@@ -34,7 +34,7 @@ from bench.target import Target
 from bench.throughput_plots import write_plots
 from bench.throughput_report import number, report
 from bench.throughput_systems import add_systems, targets
-from bench.window import Window, measure
+from bench.window import NONCE, Window, measure
 from bench.workloads import NAMED, Workload, find
 
 _EXPERIMENTS = ("--experiment", "--report")
@@ -98,6 +98,7 @@ class _Run:
                 streams,
                 seconds=options.seconds,
                 settle=options.settle,
+                seed=options.seed,
                 progress=lambda part: self._progress.show(title, part),
                 silence=options.silence,
             )
@@ -127,7 +128,7 @@ class _Run:
 
     def _save(self) -> None:
         settings = {name: getattr(self.options, name) for name in ("seconds", "settle", "cut", "seed")}
-        content = self._origin | {"settings": settings, "failures": self.failures}
+        content = self._origin | {"settings": settings | {"nonce": NONCE}, "failures": self.failures}
         content["windows"] = [asdict(window) for window in self.windows]
         (self.options.output / "throughput.json").write_text(json.dumps(content, indent=1))
 
@@ -147,7 +148,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--cut", type=int, default=0, metavar="TOKENS", help="longest answer, to fit more into a window"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of made-up prompts (0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what requests draw (0)")
     parser.add_argument(
         "--silence",
         type=_positive,
@@ -160,7 +161,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if not options.systems:
         parser.error("name a system with --target NAME=URL or --url URL")
     try:
-        options.workload = [find(name, cut=options.cut, seed=options.seed) for name in options.workload]
+        options.workload = [find(name, cut=options.cut) for name in options.workload]
     except ValueError as error:
         parser.error(f"argument --workload: {error}")
     return options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -19,6 +20,8 @@ from bench.workloads import Workload
 
 _CALM = 0.2
 """Seconds between a look at a target and the window: what it could not send while it looked must not come in the window."""
+NONCE = secrets.randbits(32)
+"""Of this process: a server that has seen the windows of another one has not seen the prompts of these."""
 _number = itertools.count(1)
 """Of windows: each has prompts of its own, which no prefix cache has seen."""
 
@@ -72,6 +75,7 @@ async def measure(
     *,
     seconds: float,
     settle: float,
+    seed: int = 0,
     progress: Callable[[float], None] = lambda _: None,
     silence: float = SILENCE,
 ) -> Window:
@@ -79,23 +83,24 @@ async def measure(
 
     Args:
         target: the system.
-        workload: what clients ask; the seed of made-up prompts is changed for every window.
+        workload: what clients ask; made-up prompts are new ones in every window.
         streams: how many clients there are.
         seconds: of the window.
         settle: seconds from every stream's first token to the window.
+        seed: of what requests draw, the same for the same one.
         progress: told now and then which part of it is done, 0 to 1.
         silence: seconds without a byte after which a request is given up.
 
     Raises:
         EndpointError: the target cannot be reached, refuses a request or fails; the message names it.
     """
-    workload = workload.seeded(workload.seed + (next(_number) << 32))
+    workload = workload.seeded(f"{NONCE} {seed} {next(_number)}")
     progress(0.0)
     dialect = await learn(target, workload, silence)
     whole = settle + seconds
     metrics = Connection(Address.of(target.url), silence)
     try:
-        async with Clients(dialect, workload, streams, silence) as clients:
+        async with Clients(dialect, workload, streams, seed=seed, silence=silence) as clients:
             clients.log.open = True
             await clients.begun()
             started = Percentiles.of(clients.log.first)

@@ -53,7 +53,8 @@ class Workload:
     """A data set: its conversations have one turn."""
     cut: int = 0
     """Longest answer, tokens; 0: as the workload says."""
-    seed: int = 0
+    seed: str = ""
+    """Of made-up words; whatever it says."""
 
     @property
     def label(self) -> str:
@@ -79,7 +80,7 @@ class Workload:
         """The same with answers of at most so many tokens; 0: as they are."""
         return replace(self, cut=most)
 
-    def seeded(self, seed: int) -> Workload:
+    def seeded(self, seed: str) -> Workload:
         """The same lengths, other words."""
         return replace(self, seed=seed)
 
@@ -106,13 +107,12 @@ AGENT = Workload("agent", ((3584, 1024), (512, 1024), (512, 1024), (512, 1024)),
 NAMED = {workload.name: workload for workload in (LOW, HIGH, AGENT)}
 
 
-def find(text: str, *, cut: int = 0, seed: int = 0) -> Workload:
+def find(text: str, *, cut: int = 0) -> Workload:
     """The workload that a command line names.
 
     Args:
         text: a name, IN/OUT in tokens, or a data set's path.
         cut: longest answer, tokens; 0: as the workload says.
-        seed: of made-up prompts.
 
     Raises:
         ValueError: there is no such thing, or a line of the file cannot be used.
@@ -125,7 +125,7 @@ def find(text: str, *, cut: int = 0, seed: int = 0) -> Workload:
         workload = Workload(text, ((prompt, answer),))
     if workload is None:
         workload = read(Path(text))
-    return replace(workload, cut=cut, seed=seed)
+    return replace(workload, cut=cut)
 
 
 class _Line(msgspec.Struct):

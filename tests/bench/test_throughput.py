@@ -18,7 +18,7 @@ from bench.percentiles import Percentiles
 from bench.progress import Progress
 from bench.throughput import main
 from bench.throughput_report import large_only, number, ratio, report
-from bench.window import Window
+from bench.window import NONCE, Window
 from tests.bench.fake_server import FakeServer
 from tests.daemon.instance import scripts
 
@@ -91,7 +91,7 @@ def test_side_by_side(served: Served, tmp_path: Path, capsys: pytest.CaptureFixt
     assert names == [(system, count) for count in (1, 2) for system in ("ours chance", "ours large", foreign)]
     assert content["command"].startswith("python -m bench.throughput --target ours=")
     assert content["failures"] == []
-    assert content["settings"] == {"seconds": 0.4, "settle": 0.1, "cut": 30, "seed": 0}
+    assert content["settings"] == {"seconds": 0.4, "settle": 0.1, "cut": 30, "seed": 0, "nonce": NONCE}
     assert {"hardware", "versions", "commit"} <= content.keys()
     text = (out / "throughput.md").read_text()
     assert text.strip() == captured.out.strip()

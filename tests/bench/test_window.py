@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from contextlib import closing
@@ -11,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from bench import window as window_module
 from bench.counters import Scrape, over_control, page
 from bench.daemon import Link, Served, running
 from bench.endpoint import Address, Connection
@@ -120,13 +122,32 @@ async def test_a_foreign_server_says_nothing_of_itself(tmp_path: Path) -> None:
     assert int(window.extra["short_answers"]) >= window.requests > 0
 
 
-async def test_prompts_of_windows_differ(tmp_path: Path) -> None:
+async def asked_of(folder: Path, seed: int) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Prompts and seeds of one window's requests."""
     server = FakeServer()
-    async with server.served(tmp_path) as url:
-        for _ in range(2):
-            await measure(Target("other", url, "fake", 1), find("12/3"), 1, seconds=0.05, settle=0.01)
-    prompts = [tuple(body["prompt"]) for body in server.bodies if body["max_tokens"] == 3]
-    assert len(set(prompts)) == len(prompts)
+    async with server.served(folder) as url:
+        await measure(Target("other", url, "fake", 1), find("12/3"), 1, seconds=0.05, settle=0.01, seed=seed)
+    bodies = [body for body in server.bodies if body["max_tokens"] == 3]
+    return [tuple(body["prompt"]) for body in bodies], [body["seed"] for body in bodies]
+
+
+async def test_windows_have_new_prompts_and_the_draws_of_their_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, seeds = await asked_of(tmp_path, seed=1)
+    more, again = await asked_of(tmp_path, seed=1)
+    _, others = await asked_of(tmp_path, seed=2)
+    assert len({*prompts, *more}) == len(prompts) + len(more)
+    assert all(one == other for one, other in zip(seeds, again, strict=False))
+    assert len({*seeds, *others}) == len(seeds) + len(others)
+    assert all(0 <= seed < 1 << 31 for seed in seeds)
+    # Another process begins to count its windows anew.
+    monkeypatch.setattr(window_module, "_number", itertools.count(1))
+    first, _ = await asked_of(tmp_path, seed=1)
+    monkeypatch.setattr(window_module, "_number", itertools.count(1))
+    monkeypatch.setattr(window_module, "NONCE", window_module.NONCE + 1)
+    second, _ = await asked_of(tmp_path, seed=1)
+    assert not {*first} & {*second}
 
 
 def test_percentiles() -> None:

@@ -29,9 +29,9 @@ def test_agents_share_a_beginning_and_reach_their_context() -> None:
 
 
 def test_prompts_come_from_the_seed() -> None:
-    assert find("agent", seed=3).conversation(7) == AGENT.seeded(3).conversation(7)
-    assert LOW.seeded(1).conversation(0) != LOW.seeded(2).conversation(0)
-    assert AGENT.seeded(1).conversation(0)[0].said[:9] != AGENT.seeded(2).conversation(0)[0].said[:9]
+    assert find("agent").seeded("3").conversation(7) == AGENT.seeded("3").conversation(7)
+    assert LOW.seeded("1").conversation(0) != LOW.seeded("2").conversation(0)
+    assert AGENT.seeded("1").conversation(0)[0].said[:9] != AGENT.seeded("2").conversation(0)[0].said[:9]
 
 
 def test_cut() -> None:
