@@ -37,6 +37,8 @@ class Case:
     """Those with the highest number are dropped first."""
     settle: float = 0.0
     """Seconds of load before the window."""
+    repeats: int = 1
+    """Windows of which it is the mean, each with load before it."""
     instant: bool = False
     """Its figures come with the start of its stage."""
 
@@ -96,7 +98,7 @@ def matching(cases: Sequence[Case], only: Sequence[str]) -> tuple[Case, ...]:
 
 def cost(case: Case, seconds: float) -> float:
     """Seconds that it takes, where its window has `seconds`."""
-    return 0.0 if case.instant else case.settle + seconds + AROUND
+    return 0.0 if case.instant else case.repeats * (case.settle + seconds + AROUND)
 
 
 def within(stages: Sequence[tuple[float, Sequence[Case]]], seconds: float, budget: float) -> tuple[set[str], list[str]]:

@@ -9,17 +9,20 @@ import uvloop
 
 from bench.experiment_case import Case, Measure
 from bench.progress import Progress
+from bench.repeats import merged
 from bench.target import Target
 from bench.window import Window, measure
 from bench.workloads import find
 
 
-def measuring(seconds: float, progress: Progress) -> Measure:
-    """Measures windows of `seconds`."""
-    return lambda target, case: asdict(_measured(target, case, seconds, progress))
+def measuring(seconds: float, seed: int, progress: Progress) -> Measure:
+    """Measures windows of `seconds`; `seed` is that of the first repeat, and every further one has the next."""
+    return lambda target, case: asdict(
+        merged([_measured(target, case, seconds, seed + number, progress) for number in range(case.repeats)])
+    )
 
 
-def _measured(target: Target, case: Case, seconds: float, progress: Progress) -> Window:
+def _measured(target: Target, case: Case, seconds: float, seed: int, progress: Progress) -> Window:
     """
     Raises:
         bench.endpoint.EndpointError: the system under test failed.
@@ -33,6 +36,7 @@ def _measured(target: Target, case: Case, seconds: float, progress: Progress) ->
                 case.streams,
                 seconds=seconds,
                 settle=case.settle,
+                seed=seed,
                 progress=lambda part: progress.show(case.key, part),
             )
         )

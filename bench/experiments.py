@@ -46,6 +46,7 @@ from bench.experiment_windows import measuring
 from bench.patterns import ME, PATTERNS, Mixture, Pattern
 from bench.progress import Progress
 from bench.surroundings import surroundings
+from bench.window import NONCE
 from bench.workloads import find
 from trouterd.batching.network import NetworkError
 
@@ -86,7 +87,7 @@ def main(arguments: list[str]) -> int:
 def _measure(options: argparse.Namespace) -> int:
     scope = _scope(options)
     stages = [replace(stage, cases=matching(stage.cases, options.only)) for stage in _STAGES[options.experiment](scope)]
-    stages = [stage for stage in stages if stage.cases]
+    stages = [_repeated(stage, options.repeats) for stage in stages if stage.cases]
     if not stages:
         raise CaseError(f"--only {','.join(options.only)}: no window has such a key; --list shows them")
     if options.list:
@@ -102,6 +103,9 @@ def _measure(options: argparse.Namespace) -> int:
         "devices": list(setup.devices),
         "tensor_parallel": list(setup.tensor_parallel),
         "seconds": options.seconds,
+        "seed": options.seed,
+        "repeats": options.repeats,
+        "nonce": NONCE,
         "names": {pattern.key: pattern.name for pattern in scope.patterns},
         "heads": setup.has_heads,
         "std_servers": options.std_servers,
@@ -115,13 +119,17 @@ def _measure(options: argparse.Namespace) -> int:
         path,
         seconds=options.seconds,
         budget=options.budget,
-        measure=measuring(options.seconds, progress),
+        measure=measuring(options.seconds, options.seed, progress),
         steps=scope.steps,
         progress=progress,
     )
     runner.run()
     print(f"{len(result.records)} windows, {len(result.dropped)} dropped, {len(result.failures)} failed: {path}")
     return 0 if result.records and not result.failures else 1
+
+
+def _repeated(stage: Stage, repeats: int) -> Stage:
+    return replace(stage, cases=tuple(replace(case, repeats=repeats) for case in stage.cases))
 
 
 def _quality(options: argparse.Namespace) -> int:
@@ -222,6 +230,10 @@ def _parser() -> argparse.ArgumentParser:
     windows.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of a window (20)")
     windows.add_argument("--settle", type=float, default=4.0, metavar="S", help="of load before a window (4)")
     windows.add_argument("--learn", type=float, default=20.0, metavar="S", help="the same for the controller (20)")
+    windows.add_argument("--seed", type=int, default=0, metavar="N", help="of what requests draw (0)")
+    windows.add_argument(
+        "--repeats", type=_positive, default=1, metavar="R", help="windows of each, with a seed of their own (1)"
+    )
     windows.add_argument("--only", type=_words, default=(), metavar="KEYS", help="windows by key, with * and ?")
     windows.add_argument("--budget", type=float, default=_FOREVER, metavar="S", help="for everything")
     windows.add_argument(
@@ -247,6 +259,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
+
+
+def _positive(text: str) -> int:
+    (number,) = _counts(text)
+    return number
 
 
 def _counts(text: str) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ from bench.endpoint import SILENCE
 from bench.frontier_fault import FrontierError
 from bench.frontier_plot import require_matplotlib
 from bench.progress import Progress
+from bench.repeats import merged
 from bench.surroundings import surroundings
 from bench.target import Target
 from bench.throughput_plots import write_plots
@@ -87,21 +88,13 @@ class _Run:
 
     async def window(self, target: Target, workload: Workload, streams: int) -> None:
         """Measure one, unless its system has failed before."""
+        asked = target, workload, streams
         options, title = self.options, f"{target.name}, {workload.label}, N = {streams}"
         if target.name in dict(self.failures):
             self._progress.done(f"{title}: left out")
             return
         try:
-            window = await measure(
-                target,
-                workload,
-                streams,
-                seconds=options.seconds,
-                settle=options.settle,
-                seed=options.seed,
-                progress=lambda part: self._progress.show(title, part),
-                silence=options.silence,
-            )
+            window = merged([await self._measured(title, *asked, number) for number in range(options.repeats)])
         except (RuntimeError, OSError) as error:
             self.failures.append((target.name, str(error)))
             self._progress.done(f"{title}: failed: {error}")
@@ -109,6 +102,20 @@ class _Run:
         self.windows.append(window)
         self._progress.done(f"{title}: {number(window.tokens_per_second)} token/s")
         self._save()
+
+    async def _measured(self, title: str, target: Target, workload: Workload, streams: int, number: int) -> Window:
+        """One of its repeats."""
+        options = self.options
+        return await measure(
+            target,
+            workload,
+            streams,
+            seconds=options.seconds,
+            settle=options.settle,
+            seed=options.seed + number,
+            progress=lambda part: self._progress.show(title, part),
+            silence=options.silence,
+        )
 
     def write(self) -> None:
         """The whole result; the tables are printed too."""
@@ -127,7 +134,7 @@ class _Run:
         (folder / "throughput.md").write_text(text)
 
     def _save(self) -> None:
-        settings = {name: getattr(self.options, name) for name in ("seconds", "settle", "cut", "seed")}
+        settings = {name: getattr(self.options, name) for name in ("seconds", "settle", "cut", "seed", "repeats")}
         content = self._origin | {"settings": settings | {"nonce": NONCE}, "failures": self.failures}
         content["windows"] = [asdict(window) for window in self.windows]
         (self.options.output / "throughput.json").write_text(json.dumps(content, indent=1))
@@ -149,6 +156,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--cut", type=int, default=0, metavar="TOKENS", help="longest answer, to fit more into a window"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what requests draw (0)")
+    parser.add_argument(
+        "--repeats", type=_count, default=1, metavar="R", help="windows of each, with a seed of their own (1)"
+    )
     parser.add_argument(
         "--silence",
         type=_positive,
@@ -176,6 +186,11 @@ def _counts(text: str) -> list[int]:
     if not counts or min(counts) < 1:
         raise argparse.ArgumentTypeError(f"expected numbers from 1 on, got {text!r}")
     return counts
+
+
+def _count(text: str) -> int:
+    (count,) = _counts(text)
+    return count
 
 
 def _positive(text: str) -> float:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from bench.percentiles import Percentiles
+from bench.repeats import spread
 from bench.window import Window
 
 _NOTES = """\
-N requests are under way all the time. Times are means, then medians, 95th and 99th percentiles. *Gap*: from one arrival of
-tokens to the next of the same answer. *First token* with a star: no request began in the window, and the times are those of all N
-beginning at once. *Hand-off*: mean time from sending a request to another model until the step that takes it; *held*: for how
-long launches waited for more requests, in the mean. *Of ideal*: token/s divided by what no way of launching batches exceeds, for
-the step times and the routing of that window; prefill, hand-offs and HTTP cost nothing in it. *GPU-s*: GPUs times seconds, idle
-time included. *Large steps*: forward passes of the large model. "-": the system does not say, or nothing was seen.
+N requests are under way all the time. Of several windows with seeds of their own there is the mean, and the token/s of the lowest
+and the highest one. Times are means, then medians, 95th and 99th percentiles. *Gap*: from one arrival of tokens to the next of the
+same answer. *First token* with a star: no request began in the window, and the times are those of all N beginning at once.
+*Handed on*: of a model's decisions, those that sent their request to another one. *Hand-off*: mean time from sending a request to
+another model until the step that takes it; *held*: for how long launches waited for more requests, in the mean. *Of ideal*: token/s
+divided by what no way of launching batches exceeds, for the step times and the routing of that window; prefill, hand-offs and HTTP
+cost nothing in it. *GPU-s*: GPUs times seconds, idle time included. *Large steps*: forward passes of the large model. "-": the
+system does not say, or nothing was seen.
 """
 
 
@@ -54,7 +57,7 @@ def speed_table(windows: Sequence[Window]) -> str:
         {
             "system": window.system,
             "N": str(window.streams),
-            "token/s": number(window.tokens_per_second),
+            "token/s": number(window.tokens_per_second) + _between(window),
             f"x {reference or 'large'}": _maybe(ratio(window, windows, reference), 2),
             "token/s per user": number(window.tokens_per_second / window.streams),
             "first token, ms": _times(window.ttft_ms) + ("*" if window.extra.get("ttft_of") == "start" else ""),
@@ -80,6 +83,7 @@ def inside_table(windows: Sequence[Window]) -> str:
                 "system": window.system,
                 "N": str(window.streams),
                 "% of tokens": _each(shares, 1),
+                "handed on, %": _each({name: 100 * part for name, part in window.handed.items()}, 1),
                 "hand-offs per 100": _maybe(window.handoffs_per_100, 1),
                 "batch": _each(window.batch, 1),
                 "step, ms": _each(window.step_ms, 2),
@@ -104,6 +108,12 @@ def _table(rows: Sequence[Mapping[str, str]]) -> str:
     head = list(rows[0])
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *(list(row.values()) for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _between(window: Window) -> str:
+    """Lowest and highest of its repeats."""
+    found = spread(window)
+    return f" ({number(found[0])} to {number(found[1])})" if found else ""
 
 
 def _maybe(value: float | None, digits: int) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from bench.clients import Clients, Seen
@@ -66,6 +66,22 @@ class Window:
     times to the first token are those of all streams beginning at once; `held_ms`, for which a launch was held back in the mean;
     `handoff_ms`, mean from sending a hand-off to its first step; `counted`, tokens/s by the models' own count; `short_answers`, how
     many answers were shorter than asked for although they were to ignore their end."""
+    handed: dict[str, float] = field(default_factory=dict)
+    """Part of a model's decisions that sent their request to another one: the rates of the routing as they came out."""
+    seed: int = 0
+    """Of what requests drew; of the first of several windows."""
+    repeats: list[Repeat] = field(default_factory=list)
+    """Where it is the mean of several windows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """One of the windows of which another one is the mean."""
+
+    seed: int
+    tokens_per_second: float
+    handed: dict[str, float]
+    """As in `Window`."""
 
 
 async def measure(
@@ -113,7 +129,7 @@ async def measure(
             after = await _Look.at(target, metrics)
     finally:
         metrics.close()
-    return _window(target, workload, streams, seen, _Spent.between(before, after), started)
+    return _window(target, workload, streams, seed, seen, _Spent.between(before, after), started)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +199,13 @@ def _mean_ms(metric: str, before: Scrape, after: Scrape) -> float | None:
 
 
 def _window(
-    target: Target, workload: Workload, streams: int, seen: Seen, spent: _Spent, started: Percentiles | None
+    target: Target,
+    workload: Workload,
+    streams: int,
+    seed: int,
+    seen: Seen,
+    spent: _Spent,
+    started: Percentiles | None,
 ) -> Window:
     rate = seen.tokens / seen.seconds
     if rate <= 0:
@@ -217,4 +239,6 @@ def _window(
         large_forwards_per_1000=1e3 * large.steps / counted if large and counted else None,
         ideal=ideal(models, streams, spent.page),
         extra=extra,
+        handed={name: own.handoffs / own.step_requests for name, own in models.items() if own.step_requests},
+        seed=seed,
     )

@@ -106,6 +106,13 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(printed[-1].split()[0]) <= 600
 
 
+def test_repeats_cost_their_time(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = ["--experiment", "d", *SCRIPTS, "--streams", "1", "--only", "*/large/*", "--list"]
+    for repeats, seconds in ((1, 25), (3, 75)):
+        assert main([*listed, "--repeats", str(repeats)]) == 0
+        assert f"trouterd/low/large/-/1   importance 0, {seconds} s" in capsys.readouterr().out
+
+
 def test_every_experiment_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
     pair = ["--small", "Qwen3-0.6B", "--large", "Qwen3-32B"]
     seen = {}

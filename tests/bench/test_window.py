@@ -64,6 +64,9 @@ async def test_a_route(served: Served, control: bool) -> None:
     assert window.handoffs_per_100 is not None
     assert window.handoffs_per_100 == pytest.approx(200 * window.tokens_per_model["large"] / counted, rel=0.1)
     assert all(window.step_ms[name] >= least for name, least in STEP_MS.items())
+    # Whoever is with the large model leaves it after one token.
+    assert window.handed["large"] == pytest.approx(1, abs=0.1)
+    assert 0.15 < window.handed["small"] < 0.6
     assert all(0.5 <= size <= 3 for size in window.batch.values())
     assert all(0 < part <= 1.1 for part in window.busy.values())
     assert window.gap_ms is not None
