@@ -10,7 +10,7 @@ c  from 1 stream to 128
 d  the price of a hand-off: switching after every n tokens
 e  wrong thresholds of delayed batching
 f  one card, with and without limits, or a card each
-g  answers of 2,048 tokens, and the middle of answers of 8,192, from their 3,072nd token on
+g  answers of 2,048 tokens and of 8,192
 h  quality, share and throughput of every algorithm, on the demo pair
 
 Windows are measured by importance as long as --budget lasts, and the file is written after each of them. --list says what would be
@@ -61,9 +61,7 @@ _STAGES: dict[str, Callable[[Scope], list[Stage]]] = {
 }
 QUALITY = "h"
 _USUAL = ("low",)
-_LONG = "3072/32768"
-"""The middle of answers of 8,192 tokens, whose first 3,072 come as a prompt, since a window is too short for all of them. They
-are so long that hardly any ends in it."""
+_LONG = "high"
 _WORKLOADS = {"a": (*_USUAL, "agent", _LONG), "g": (*_USUAL, _LONG)}
 _HANDOFF_MS = 0.3
 """About what one takes between idle processes (docs/performance.md)."""

@@ -38,6 +38,8 @@ class Turn:
 
     said: Prompt
     max_tokens: int
+    whole: bool = True
+    """False: part of the answer has been written already, and is in what is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +91,39 @@ class Workload:
         if self.lines:
             line = self.lines[number % len(self.lines)]
             return [Turn(line.said, self._shortened(line.max_tokens))]
-        shared = _ids(f"{self.seed} system", self.system)
+        return [Turn(said, wanted) for said, wanted in self._made_up(number)]
+
+    def midway(self, number: int, part: float) -> Sequence[Turn]:
+        """The rest of a conversation after `part`, below 1, of its answers: what there is by then, the beginning of an answer
+        included, is what the first turn says. Nobody knows how long the answers to a data set's lines become: these are whole."""
+        if self.lines:
+            return self.conversation(number)
+        turns = self._made_up(number)
+        written = int(part * sum(wanted for _, wanted in turns))
+        before: Ids = ()
+        for turn, (said, wanted) in enumerate(turns):
+            answer = _ids(f"{self.seed} {number} {turn} answer", min(written, wanted))
+            before += said + answer
+            if written < wanted:
+                rest = [Turn(*later) for later in turns[turn + 1 :]]
+                return [Turn(before, wanted - written, whole=False), *rest]
+            written -= wanted
+        raise ValueError(f"part {part}: expected less than 1")
+
+    def _made_up(self, number: int) -> list[tuple[Ids, int]]:
+        """What is added in each turn, and tokens of its answer."""
+        shared = self.shared
         turns = []
         for turn, (added, wanted) in enumerate(self.lengths):
             own = _ids(f"{self.seed} {number} {turn}", added - len(shared))
-            turns.append(Turn(shared + own, self._shortened(wanted)))
+            turns.append((shared + own, self._shortened(wanted)))
             shared = ()
         return turns
+
+    @property
+    def shared(self) -> Ids:
+        """What all conversations begin with."""
+        return _ids(f"{self.seed} system", self.system)
 
     def _shortened(self, tokens: int) -> int:
         return min(tokens, self.cut) if self.cut else tokens

@@ -63,11 +63,14 @@ async def test_turns_follow_each_other(tmp_path: Path, server: FakeServer) -> No
         tried = len(server.bodies)
         async with Clients(dialect, TWO_TURNS, 1) as clients:
             await clients.begun()
-            while len(server.bodies) < tried + 4:
+            while len(server.bodies) < tried + 5:
                 await clients.during(0.01, lambda _: None)
-    first, second, third, _ = server.bodies[tried : tried + 4]
+    # The only client begins in the middle of a conversation, which is where the second turn begins.
+    begun, first, second, third, _ = server.bodies[tried : tried + 5]
     if dialect.form is Form.IDS:
-        said = [list(turn.said) for turn in TWO_TURNS.conversation(0)]
+        assert begun["prompt"] == list(TWO_TURNS.midway(0, 0.5)[0].said)
+        assert len(begun["prompt"]) == 10 + 4 + 3
+        said = [list(turn.said) for turn in TWO_TURNS.conversation(1)]
         assert first["prompt"] == said[0]
         assert second["prompt"] == said[0] + [0, 1, 2, 3] + said[1]
         assert third["prompt"][:6] == first["prompt"][:6]
@@ -118,14 +121,14 @@ async def test_tokens_between_two_moments(tmp_path: Path, usage: str, per_event:
             await steps(2)
             await clients.begun()
             begin = clients.begin()
-            await steps(8)
+            await steps(14)
             found = clients.end(begin)
-    # The first answers have 18 and 36 tokens. Of 8 steps, one ends the shorter one if it has 6 events.
-    expected = 16 * (per_event if usage != "none" else 1)
+    # Of the first answers 27 and 9 tokens are left. Events of 3: they end in steps 7 and 1, and the next one in step 13.
+    expected = 28 * (per_event if usage != "none" else 1)
     assert found.tokens == pytest.approx(expected)
     assert len(found.whole) == (1 if per_event == 3 else 0)
-    assert len(found.gaps) == (15 if per_event == 3 else 16)
-    assert len(found.first) == (1 if per_event == 3 else 0)
+    assert len(found.gaps) == (25 if per_event == 3 else 27)
+    assert len(found.first) == (3 if per_event == 3 else 1)
     assert found.handoffs is None
     assert not found.models
 
