@@ -11,7 +11,7 @@ import msgspec
 
 from bench.window import Repeat, Window
 
-_SUMS = frozenset(("requests", "ttft_count", "short_answers", "count"))
+_SUMS = frozenset(("requests", "short_answers", "count"))
 """Fields that count; all other numbers are means."""
 
 

@@ -10,8 +10,11 @@ from bench.window import Window
 
 _NOTES = """\
 N requests are under way all the time. Of several windows with seeds of their own there is the mean, and the token/s of the lowest
-and the highest one. Times are means, then medians, 95th and 99th percentiles. *Gap*: from one arrival of tokens to the next of the
-same answer. *First token* with a star: no request began in the window, and the times are those of all N beginning at once.
+and the highest one. Times are means, then medians, 95th percentiles of 20 or more, and 99th of 100 or more. *Gap*: from one arrival
+of tokens to the next of the same answer. *First token*: in brackets how many; with a star, no request began in the window, and the
+times are those of all N beginning at once, with prompts that hold what they are supposed to have written. *Whole answer*: of the
+*answers* that ended in the window and began after the start. *Estimated*: the mean of these, from the time to the first token and
+the mean time per token.
 *Handed on*: of a model's decisions, those that sent their request to another one. *Hand-off*: mean time from sending a request to
 another model until the step that takes it; *held*: for how long launches waited for more requests, in the mean. *Of ideal*: token/s
 divided by what no way of launching batches exceeds, for the step times and the routing of that window; prefill, hand-offs and HTTP
@@ -60,10 +63,11 @@ def speed_table(windows: Sequence[Window]) -> str:
             "token/s": number(window.tokens_per_second) + _between(window),
             f"x {reference or 'large'}": _maybe(ratio(window, windows, reference), 2),
             "token/s per user": number(window.tokens_per_second / window.streams),
-            "first token, ms": _times(window.ttft_ms) + ("*" if window.extra.get("ttft_of") == "start" else ""),
+            "first token, ms": _first(window),
             "gap, ms": _times(window.gap_ms),
             "whole answer, s": _times(window.request_ms, 1e-3),
             "answers": str(window.requests),
+            "estimated, s": _maybe(_seconds(window.extra.get("request_estimate_ms")), 1),
         }
         for window in windows
     ]
@@ -124,8 +128,20 @@ def _each(values: Mapping[str, float], digits: int) -> str:
     return ", ".join(f"{name} {value:.{digits}f}" for name, value in values.items()) or "-"
 
 
+def _seconds(milliseconds: float | str | None) -> float | None:
+    return milliseconds / 1e3 if isinstance(milliseconds, int | float) else None
+
+
+def _first(window: Window) -> str:
+    """Times to the first token, whether they are of the start, and how many."""
+    times = window.ttft_ms
+    star = "*" if window.extra.get("ttft_of") == "start" else ""
+    return _times(times) + star + (f" ({times.count})" if times and times.count else "")
+
+
 def _times(times: Percentiles | None, factor: float = 1.0) -> str:
     if times is None:
         return "-"
-    mean, *others = (number(factor * value) for value in (times.mean, times.p50, times.p95, times.p99))
+    values = (times.mean, times.p50, times.p95, times.p99)
+    mean, *others = ("-" if value is None else number(factor * value) for value in values)
     return f"{mean}; {', '.join(others)}"

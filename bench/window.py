@@ -42,9 +42,9 @@ class Window:
     gap_ms: Percentiles | None
     """From one arrival of tokens to the next one of the same answer, however many tokens came."""
     request_ms: Percentiles | None
-    """From a request to the end of its answer; of the answers that ended in the window."""
+    """From a request to the end of its answer; of whole answers (`bench.workloads.Turn`) that ended in the window."""
     requests: int
-    """That ended in the window."""
+    """Whole answers that ended in the window."""
     tokens_per_model: dict[str, float]
     """Per second; empty where the server does not say who wrote what."""
     handoffs_per_100: float | None
@@ -64,8 +64,9 @@ class Window:
     extra: dict[str, float | str]
     """`gpus`, `large` (name of that model) and, as far as known: `ttft_of` = `start` where no request began in the window, and the
     times to the first token are those of all streams beginning at once; `held_ms`, for which a launch was held back in the mean;
-    `handoff_ms`, mean from sending a hand-off to its first step; `counted`, tokens/s by the models' own count; `short_answers`, how
-    many answers were shorter than asked for although they were to ignore their end."""
+    `handoff_ms`, mean from sending a hand-off to its first step; `request_estimate_ms`, what `request_ms` would be in the mean (see
+    `estimate`), since a window may be too short for answers that end in it; `counted`, tokens/s by the models' own count;
+    `short_answers`, how many answers were shorter than asked for although they were to ignore their end."""
     handed: dict[str, float] = field(default_factory=dict)
     """Part of a model's decisions that sent their request to another one: the rates of the routing as they came out."""
     seed: int = 0
@@ -220,13 +221,15 @@ def _window(
     extra |= {"short_answers": seen.short} if seen.short else {}
     first = Percentiles.of(seen.first)
     extra |= {} if first else {"ttft_of": "start"}
+    if (ttft := first or started) and workload.ignore_eos and not seen.short:
+        extra["request_estimate_ms"] = estimate(seen, streams, workload.answer, ttft.mean)
     return Window(
         system=target.name,
         workload=workload.label,
         streams=streams,
         seconds=seen.seconds,
         tokens_per_second=rate,
-        ttft_ms=first or started,
+        ttft_ms=ttft,
         gap_ms=Percentiles.of(seen.gaps),
         request_ms=Percentiles.of(seen.whole),
         requests=len(seen.whole),
@@ -242,3 +245,17 @@ def _window(
         handed={name: own.handoffs / own.step_requests for name, own in models.items() if own.step_requests},
         seed=seed,
     )
+
+
+def estimate(seen: Seen, streams: int, tokens: float, ttft_ms: float) -> float:
+    """Milliseconds from a request to the end of its answer, in the mean: the time to the first token, and for each further one
+    what a stream takes for it, when it does not wait for a first one.
+
+    Args:
+        seen: in a window.
+        streams: how many there were.
+        tokens: of an answer, in the mean.
+        ttft_ms: mean time to the first token.
+    """
+    writing = streams * seen.seconds - sum(seen.first)
+    return ttft_ms + (tokens - 1) * 1e3 * writing / seen.tokens

@@ -78,6 +78,12 @@ class Workload:
         """Most tokens of a prompt and its answer; 0: unknown."""
         return sum(added for added, _ in self.lengths) + sum(self._shortened(out) for _, out in self.lengths)
 
+    @property
+    def answer(self) -> float:
+        """Tokens of an answer, in the mean; 0: unknown."""
+        wanted = [self._shortened(out) for _, out in self.lengths]
+        return sum(wanted) / len(wanted) if wanted else 0.0
+
     def with_cut(self, most: int) -> Workload:
         """The same with answers of at most so many tokens; 0: as they are."""
         return replace(self, cut=most)

@@ -188,7 +188,7 @@ def test_experiments_are_reached(first: str, monkeypatch: pytest.MonkeyPatch) ->
 def window(
     system: str, streams: int, rate: float, *, large: str = "", models: dict[str, float] | None = None
 ) -> Window:
-    times = Percentiles(1234.5, 1.25, 10, 100)
+    times = Percentiles(1234.5, 1.25, 10, None, 40)
     return Window(
         system=system,
         workload="low",
@@ -208,7 +208,7 @@ def window(
         large_forwards_per_1000=None,
         ideal=2 * rate,
         handed={"tiny": 1 / 3, "big": 1.0} if models else {},
-        extra={"gpus": 1, "ttft_of": "start"} | ({"large": large} if large else {}),
+        extra={"gpus": 1, "ttft_of": "start", "request_estimate_ms": 4250.0} | ({"large": large} if large else {}),
     )
 
 
@@ -223,7 +223,7 @@ def test_report() -> None:
     assert [ratio(one, windows, "alone") for one in windows] == [2.5, 1.0, None]
     text = report(windows, "# Head")
     assert text.startswith("# Head\n")
-    assert "| routed | 4 | 300 | 2.50 | 75 | 1,234; 1.25, 10, 100* | 1,234; 1.25, 10, 100 | - | 0 |" in text
+    assert "| routed | 4 | 300 | 2.50 | 75 | 1,234; 1.25, 10, -* (40) | 1,234; 1.25, 10, - | - | 0 | 4.2 |" in text
     assert (
         "| routed | 4 | tiny 66.7, big 33.3 | tiny 33.3, big 100.0 | - | - | - | - | - | - | 50% | 3.33 | - |" in text
     )
@@ -240,7 +240,7 @@ def test_repeats_are_one_window_with_a_spread() -> None:
     assert both.handed["big"] == pytest.approx(0.8)
     assert both.gap_ms == first.gap_ms
     assert both.request_ms is None
-    assert both.extra == {"gpus": 1, "held_ms": 2.0, "ttft_of": "start"}
+    assert both.extra == {"gpus": 1, "held_ms": 2.0, "ttft_of": "start", "request_estimate_ms": 4250.0}
     assert both.repeats == [Repeat(0, 300.0, {"big": 0.9}), Repeat(1, 200.0, {"big": 0.7})]
     assert spread(both) == (200.0, 300.0)
     assert "| routed | 4 | 250 (200 to 300) |" in report([both], "")

@@ -13,13 +13,14 @@ import msgspec
 import pytest
 
 from bench import window as window_module
+from bench.clients import Seen
 from bench.counters import Scrape, over_control, page
 from bench.daemon import Link, Served, running
 from bench.endpoint import Address, Connection
 from bench.ideal import ideal
 from bench.percentiles import Percentiles
 from bench.target import ModelCounters, Target
-from bench.window import Window, measure
+from bench.window import Window, estimate, measure
 from bench.workloads import Workload, find
 from tests.bench.fake_server import FakeServer
 from tests.daemon.instance import scripts
@@ -70,6 +71,9 @@ async def test_a_route(served: Served, control: bool) -> None:
     assert all(0.5 <= size <= 3 for size in window.batch.values())
     assert all(0 < part <= 1.1 for part in window.busy.values())
     assert window.gap_ms is not None
+    assert window.gap_ms.count >= 100
+    assert window.gap_ms.p95 is not None
+    assert window.gap_ms.p99 is not None
     assert window.gap_ms.p50 <= window.gap_ms.p95 <= window.gap_ms.p99
     assert window.requests > 0
     assert window.ttft_ms is not None
@@ -94,6 +98,9 @@ async def test_the_large_model_alone(served: Served) -> None:
     assert window.request_ms is None
     assert window.extra["ttft_of"] == "start"
     assert window.ttft_ms is not None
+    assert window.ttft_ms.count == 2
+    per_token = 2e3 / window.tokens_per_second
+    assert window.extra["request_estimate_ms"] == pytest.approx(window.ttft_ms.mean + 3999 * per_token)
     assert window.ideal == pytest.approx(2000 / window.step_ms["large"], rel=0.05)
 
 
@@ -155,7 +162,20 @@ async def test_windows_have_new_prompts_and_the_draws_of_their_seed(
 
 def test_percentiles() -> None:
     assert Percentiles.of([]) is None
-    assert Percentiles.of([0.001, 0.003]) == Percentiles(2.0, 2.0, pytest.approx(2.9), pytest.approx(2.98))
+    assert Percentiles.of([0.001, 0.003]) == Percentiles(2.0, 2.0, None, None, 2)
+    some, many = (Percentiles.of([0.001] * (count - 1) + [1.0]) for count in (20, 100))
+    assert some == Percentiles(pytest.approx(50.95), 1.0, pytest.approx(50.95), None, 20)
+    assert many == Percentiles(pytest.approx(10.99), 1.0, pytest.approx(1.0), pytest.approx(10.99), 100)
+
+
+def test_the_time_of_an_answer_is_estimated_from_what_a_stream_takes_for_a_token() -> None:
+    def seen(tokens: float, first: list[float]) -> Seen:
+        return Seen(10.0, tokens, {}, None, 0, first, [], [])
+
+    # Two streams of 10 s at 50 token/s each, and nobody waited for a first token.
+    assert estimate(seen(1000, []), 2, 2001, 100) == pytest.approx(100 + 2000 * 20)
+    # Four answers began, half a second each: 18 s are left for 900 tokens.
+    assert estimate(seen(900, [0.5] * 4), 2, 101, 500) == pytest.approx(500 + 100 * 20)
 
 
 def spent(decisions: int, share: float, step_ms: float, batch: float, tokens: int) -> ModelCounters:
