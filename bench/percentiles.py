@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -40,3 +41,35 @@ class Percentiles:
             p99=p99 if count >= _VERY_MANY else None,
             count=count,
         )
+
+    @classmethod
+    def of_buckets(cls, buckets: Sequence[tuple[float, float]], total: float) -> Self | None:
+        """Of a histogram: what lies within a bucket is taken to be spread evenly over it.
+
+        Args:
+            buckets: upper bound in seconds and how many are not above it, rising; the last bound may be infinite.
+            total: sum of all, seconds.
+
+        Returns:
+            None of nothing.
+        """
+        count = round(buckets[-1][1]) if buckets else 0
+        if not count:
+            return None
+        return cls(
+            mean=1e3 * total / count,
+            p50=_quantile(buckets, 0.5),
+            p95=_quantile(buckets, 0.95) if count >= _MANY else None,
+            p99=_quantile(buckets, 0.99) if count >= _VERY_MANY else None,
+            count=count,
+        )
+
+
+def _quantile(buckets: Sequence[tuple[float, float]], part: float) -> float:
+    """Milliseconds; beyond the last finite bound, that one."""
+    wanted, low, below = part * buckets[-1][1], 0.0, 0.0
+    for bound, count in buckets:
+        if count >= wanted:
+            return 1e3 * (low if math.isinf(bound) else low + (bound - low) * (wanted - below) / (count - below))
+        low, below = bound, count
+    return 1e3 * low

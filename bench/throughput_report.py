@@ -16,10 +16,11 @@ times are those of all N beginning at once, with prompts that hold what they are
 *answers* that ended in the window and began after the start. *Estimated*: the mean of these, from the time to the first token and
 the mean time per token.
 *Handed on*: of a model's decisions, those that sent their request to another one. *Hand-off*: mean time from sending a request to
-another model until the step that takes it; *held*: for how long launches waited for more requests, in the mean. *Of ideal*: token/s
-divided by what no way of launching batches exceeds, for the step times and the routing of that window; prefill, hand-offs and HTTP
-cost nothing in it. *GPU-s*: GPUs times seconds, idle time included. *Large steps*: forward passes of the large model. "-": the
-system does not say, or nothing was seen.
+another model until the step that takes it; *held*: for how long launches waited for more requests, in the mean; *waited*: for how
+long a request that a model could have served, whatever had brought it there, waited for its launch: mean / 99th percentile. *Of
+ideal*: token/s divided by what no way of launching batches exceeds, for the step times and the routing of that window; prefill,
+hand-offs and HTTP cost nothing in it. *GPU-s*: GPUs times seconds, idle time included. *Large steps*: forward passes of the large
+model. "-": the system does not say, or nothing was seen.
 """
 
 
@@ -94,6 +95,7 @@ def inside_table(windows: Sequence[Window]) -> str:
                 "busy, %": _each({name: 100 * part for name, part in window.busy.items()}, 0),
                 "hand-off, ms": _maybe(handoff, 1),
                 "held, ms": _maybe(held, 1),
+                "waited, ms": _waited(window.wait_ms),
                 "of ideal": "-" if window.ideal is None else f"{window.tokens_per_second / window.ideal:.0%}",
                 "GPU-s per 1,000": number(window.gpu_seconds_per_1000),
                 "large steps per 1,000": _maybe(window.large_forwards_per_1000, 0),
@@ -126,6 +128,11 @@ def _maybe(value: float | None, digits: int) -> str:
 
 def _each(values: Mapping[str, float], digits: int) -> str:
     return ", ".join(f"{name} {value:.{digits}f}" for name, value in values.items()) or "-"
+
+
+def _waited(times: Mapping[str, Percentiles]) -> str:
+    """Means and 99th percentiles."""
+    return ", ".join(f"{name} {own.mean:.2f} / {_maybe(own.p99, 2)}" for name, own in times.items()) or "-"
 
 
 def _seconds(milliseconds: float | str | None) -> float | None:

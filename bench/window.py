@@ -16,6 +16,7 @@ from bench.endpoint import SILENCE, Address, Connection, EndpointError
 from bench.ideal import ideal
 from bench.percentiles import Percentiles
 from bench.target import Counters, ModelCounters, Target
+from bench.waits import admission, waits
 from bench.workloads import Workload
 
 _CALM = 0.2
@@ -73,6 +74,10 @@ class Window:
     """Of what requests drew; of the first of several windows."""
     repeats: list[Repeat] = field(default_factory=list)
     """Where it is the mean of several windows."""
+    wait_ms: dict[str, Percentiles] = field(default_factory=dict)
+    """By model: from when a request could take a row there (it came, was handed over, or a step left it) to the launch of it."""
+    admission_ms: Percentiles | None = None
+    """The same for requests that were new."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +160,13 @@ class _Spent:
     seconds: float
     models: Mapping[str, ModelCounters]
     """Of those that took steps; empty where the target says nothing of itself."""
-    delays: Mapping[str, float]
-    """For `Window.extra`."""
-    page: Scrape | None
-    """At the end."""
+    pages: Sequence[Scrape]
+    """Metrics at both ends, if it has any."""
+
+    @property
+    def page(self) -> Scrape | None:
+        """At the end."""
+        return self.pages[-1] if self.pages else None
 
     @classmethod
     def between(cls, before: _Look, after: _Look) -> Self:
@@ -167,16 +175,16 @@ class _Spent:
         counted = [look.counted for look in (before, after) if look.counted is not None]
         counted = counted or [page.counters() for page in pages]
         if len(counted) < 2:
-            return cls(0.0, {}, {}, None)
+            return cls(0.0, {}, ())
         old, new = counted
         models = {name: _minus(own, old.models[name]) for name, own in new.models.items() if name in old.models}
         models = {name: own for name, own in models.items() if own.steps > 0}
-        return cls(new.now - old.now, models, _delays(pages), pages[-1] if pages else None)
+        return cls(new.now - old.now, models, pages if len(pages) == 2 else ())
 
 
 def _delays(pages: Sequence[Scrape]) -> dict[str, float]:
     """Means between two pages of metrics."""
-    if len(pages) < 2:
+    if not pages:
         return {}
     metrics = {"held_ms": "batching_hold_seconds", "handoff_ms": "handoff_seconds"}
     means = {name: _mean_ms(metric, *pages) for name, metric in metrics.items()}
@@ -215,7 +223,7 @@ def _window(
     written = {name: own.tokens / spent.seconds for name, own in models.items() if own.tokens}
     handoffs = sum(own.handoffs for own in models.values()) if counted else seen.handoffs
     large = models.get(target.large)
-    extra: dict[str, float | str] = {"gpus": target.gpus, **spent.delays}
+    extra: dict[str, float | str] = {"gpus": target.gpus, **_delays(spent.pages)}
     extra |= {"large": target.large} if target.large else {}
     extra |= {"counted": counted / spent.seconds} if counted else {}
     extra |= {"short_answers": seen.short} if seen.short else {}
@@ -244,6 +252,8 @@ def _window(
         extra=extra,
         handed={name: own.handoffs / own.step_requests for name, own in models.items() if own.step_requests},
         seed=seed,
+        wait_ms=waits(*spent.pages) if spent.pages else {},
+        admission_ms=admission(*spent.pages) if spent.pages else None,
     )
 
 

@@ -208,6 +208,7 @@ def window(
         large_forwards_per_1000=None,
         ideal=2 * rate,
         handed={"tiny": 1 / 3, "big": 1.0} if models else {},
+        wait_ms={"tiny": Percentiles(0.5, 0.25, 0.75, None, 50)} if models else {},
         extra={"gpus": 1, "ttft_of": "start", "request_estimate_ms": 4250.0} | ({"large": large} if large else {}),
     )
 
@@ -225,7 +226,8 @@ def test_report() -> None:
     assert text.startswith("# Head\n")
     assert "| routed | 4 | 300 | 2.50 | 75 | 1,234; 1.25, 10, -* (40) | 1,234; 1.25, 10, - | - | 0 | 4.2 |" in text
     assert (
-        "| routed | 4 | tiny 66.7, big 33.3 | tiny 33.3, big 100.0 | - | - | - | - | - | - | 50% | 3.33 | - |" in text
+        "| routed | 4 | tiny 66.7, big 33.3 | tiny 33.3, big 100.0 | - | - | - | - | - | - | tiny 0.50 / - | 50% | 3.33 | - |"
+        in text
     )
     assert "| other | 8 | 50 | - | 6.25 |" in text
 

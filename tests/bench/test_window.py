@@ -20,6 +20,7 @@ from bench.endpoint import Address, Connection
 from bench.ideal import ideal
 from bench.percentiles import Percentiles
 from bench.target import ModelCounters, Target
+from bench.waits import admission, waits
 from bench.window import Window, estimate, measure
 from bench.workloads import Workload, find
 from tests.bench.fake_server import FakeServer
@@ -28,6 +29,7 @@ from trouterd.api.batching import _learned
 from trouterd.batching.bound import ideal as bound
 from trouterd.batching.network import Network, StepTime
 from trouterd.metrics import merge
+from trouterd.worker.stats import Stats
 
 pytestmark = pytest.mark.timeout(180)
 STEP_MS = {"small": 4.0, "large": 12.0}
@@ -85,6 +87,10 @@ async def test_a_route(served: Served, control: bool) -> None:
     assert window.ideal is not None
     assert window.tokens_per_second < 1.35 * window.ideal
     assert isinstance(window.extra["handoff_ms"], float)
+    assert set(window.wait_ms) == {"small", "large"}
+    assert all(times.count >= 10 and 0 < times.p50 < 1e3 for times in window.wait_ms.values())
+    assert window.admission_ms is not None
+    assert 0 < window.admission_ms.count < window.wait_ms["small"].count
     assert msgspec.convert(json.loads(json.dumps(asdict(window))), Window) == window
 
 
@@ -166,6 +172,30 @@ def test_percentiles() -> None:
     some, many = (Percentiles.of([0.001] * (count - 1) + [1.0]) for count in (20, 100))
     assert some == Percentiles(pytest.approx(50.95), 1.0, pytest.approx(50.95), None, 20)
     assert many == Percentiles(pytest.approx(10.99), 1.0, pytest.approx(1.0), pytest.approx(10.99), 100)
+
+
+def test_waits_between_two_pages() -> None:
+    stats = Stats()
+    pages = []
+    for begun in (False, True):
+        for _ in range(90 * begun):
+            stats.handoff_started(0.0003)  # in the bucket from 0.2 to 0.5 ms
+        stats.arrival_seconds.observe(0.004, 10)  # from 2 to 5 ms
+        families = stats.families("small", ["small"], {}, {}, 0)
+        pages.append(Scrape.of(0.0, merge(families).decode()))
+    (times,) = (found := waits(*pages)).values()
+    assert list(found) == ["small"]
+    assert (times.count, times.mean) == (100, pytest.approx(0.67))
+    assert times.p50 == pytest.approx(0.2 + 0.3 * 50 / 90)
+    assert times.p99 == pytest.approx(2 + 3 * 9 / 10)
+    assert admission(*pages) == Percentiles(pytest.approx(4), pytest.approx(3.5), None, None, 10)
+    assert waits(pages[0], pages[0]) == {}
+
+
+def test_beyond_the_last_bound_that_is_what_is_known() -> None:
+    assert Percentiles.of_buckets([(1.0, 1.0), (float("inf"), 2.0)], 8.0) == Percentiles(4000, 1000, None, None, 2)
+    assert Percentiles.of_buckets([(1.0, 0.0), (float("inf"), 2.0)], 8.0) == Percentiles(4000, 1000, None, None, 2)
+    assert Percentiles.of_buckets([], 0.0) is None
 
 
 def test_the_time_of_an_answer_is_estimated_from_what_a_stream_takes_for_a_token() -> None:

@@ -45,6 +45,10 @@ class Stats:
         """From a hand-off's sending to the start of its first step here."""
         self.recent_handoffs: deque[float] = deque(maxlen=RECENT)
         """The latest of those, in microseconds, for exact percentiles."""
+        self.arrival_seconds = Histogram(MICRO)
+        """From a request's arrival at its entry to the launch of its first step."""
+        self.stay_seconds = Histogram(MICRO)
+        """From the end of a step that left a request here to the launch of its next one; 0 where that was queued before."""
         self.step_seconds = Histogram(MICRO)
         self.batch_rows = Histogram(ROWS)
         self.batch_requests = Histogram(ROWS)
@@ -114,6 +118,15 @@ class Stats:
             counter("handoff_fallbacks", "Hand-offs that nobody took.", [(own, self.fallbacks)]),
             counter("bad_records", "Ring records that are no message.", [(own, bad_records)]),
             histogram("handoff_seconds", "From sending a hand-off to its first step.", [(own, self.handoff_seconds)]),
+            histogram(
+                "wait_seconds",
+                "From when a request could take a row to the launch of it, by what had brought it there.",
+                [
+                    ({**own, "since": "arrival"}, self.arrival_seconds),
+                    ({**own, "since": "handoff"}, self.handoff_seconds),
+                    ({**own, "since": "step"}, self.stay_seconds),
+                ],
+            ),
             histogram(
                 "step_seconds", "Duration of a forward pass, sampler and routing included.", [(own, self.step_seconds)]
             ),
