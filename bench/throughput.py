@@ -28,6 +28,7 @@ import uvloop
 from bench.endpoint import SILENCE
 from bench.frontier_fault import FrontierError
 from bench.frontier_plot import require_matplotlib
+from bench.kv_pools import RoomError
 from bench.progress import Progress
 from bench.repeats import merged
 from bench.surroundings import surroundings
@@ -88,20 +89,36 @@ class _Run:
 
     async def window(self, target: Target, workload: Workload, streams: int) -> None:
         """Measure one, unless its system has failed before."""
-        asked = target, workload, streams
-        options, title = self.options, f"{target.name}, {workload.label}, N = {streams}"
+        title = f"{target.name}, {workload.label}, N = {streams}"
         if target.name in dict(self.failures):
             self._progress.done(f"{title}: left out")
             return
         try:
-            window = merged([await self._measured(title, *asked, number) for number in range(options.repeats)])
+            window = await self._merged(title, target, workload, streams)
         except (RuntimeError, OSError) as error:
             self.failures.append((target.name, str(error)))
             self._progress.done(f"{title}: failed: {error}")
             return
+        if window is None:
+            self._progress.done(f"{title}: no room for so many, and what there is room for has been measured")
+            return
         self.windows.append(window)
+        title = f"{target.name}, {workload.label}, N = {window.streams}"
         self._progress.done(f"{title}: {number(window.tokens_per_second)} token/s")
         self._save()
+
+    async def _merged(self, title: str, target: Target, workload: Workload, streams: int) -> Window | None:
+        """All repeats of one, with as many streams as there is room for; None: it has been measured with so many."""
+        repeats = range(self.options.repeats)
+        try:
+            return merged([await self._measured(title, target, workload, streams, number) for number in repeats])
+        except RoomError as error:
+            done = {(one.system, one.workload, one.streams) for one in self.windows}
+            if not error.most:
+                raise
+            if (target.name, workload.label, error.most) in done:
+                return None
+            return merged([await self._measured(title, target, workload, error.most, number) for number in repeats])
 
     async def _measured(self, title: str, target: Target, workload: Workload, streams: int, number: int) -> Window:
         """One of its repeats."""

@@ -17,10 +17,11 @@ times are those of all N beginning at once, with prompts that hold what they are
 the mean time per token.
 *Handed on*: of a model's decisions, those that sent their request to another one. *Hand-off*: mean time from sending a request to
 another model until the step that takes it; *held*: for how long launches waited for more requests, in the mean; *waited*: for how
-long a request that a model could have served, whatever had brought it there, waited for its launch: mean / 99th percentile. *Of
-ideal*: token/s divided by what no way of launching batches exceeds, for the step times and the routing of that window; prefill,
-hand-offs and HTTP cost nothing in it. *GPU-s*: GPUs times seconds, idle time included. *Large steps*: forward passes of the large
-model. "-": the system does not say, or nothing was seen.
+long a request that a model could have served, whatever had brought it there, waited for its launch: mean / 99th percentile.
+*Cached*: of the tokens of requests that came to a model in the window, those that its prefix cache had. *Of ideal*: token/s
+divided by what no way of launching batches exceeds, for the step times and the routing of that window; prefill, hand-offs and HTTP
+cost nothing in it. *GPU-s*: GPUs times seconds, idle time included. *Large steps*: forward passes of the large model. "-": the
+system does not say, or nothing was seen.
 """
 
 
@@ -96,6 +97,7 @@ def inside_table(windows: Sequence[Window]) -> str:
                 "hand-off, ms": _maybe(handoff, 1),
                 "held, ms": _maybe(held, 1),
                 "waited, ms": _waited(window.wait_ms),
+                "cached, %": _each({name: 100 * part for name, part in window.cached.items()}, 0),
                 "of ideal": "-" if window.ideal is None else f"{window.tokens_per_second / window.ideal:.0%}",
                 "GPU-s per 1,000": number(window.gpu_seconds_per_1000),
                 "large steps per 1,000": _maybe(window.large_forwards_per_1000, 0),

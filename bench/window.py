@@ -11,9 +11,10 @@ from typing import Self
 
 from bench.clients import Clients, Seen
 from bench.counters import Scrape, page
-from bench.dialect import learn
+from bench.dialect import learn, warm
 from bench.endpoint import SILENCE, Address, Connection, EndpointError
 from bench.ideal import ideal
+from bench.kv_pools import cached, check_room
 from bench.percentiles import Percentiles
 from bench.target import Counters, ModelCounters, Target
 from bench.waits import admission, waits
@@ -78,6 +79,8 @@ class Window:
     """By model: from when a request could take a row there (it came, was handed over, or a step left it) to the launch of it."""
     admission_ms: Percentiles | None = None
     """The same for requests that were new."""
+    cached: dict[str, float] = field(default_factory=dict)
+    """By model: part of the tokens of requests that came in the window which its prefix cache had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,7 @@ async def measure(
 
     Raises:
         EndpointError: the target cannot be reached, refuses a request or fails; the message names it.
+        RoomError: the target's KV pools have no room for so many streams.
     """
     workload = workload.seeded(f"{NONCE} {seed} {next(_number)}")
     progress(0.0)
@@ -122,6 +126,9 @@ async def measure(
     whole = settle + seconds
     metrics = Connection(Address.of(target.url), silence)
     try:
+        if found := await page(metrics):
+            check_room(target.url, workload, streams, Scrape.of(*found))
+        await warm(metrics, dialect, workload)
         async with Clients(dialect, workload, streams, seed=seed, silence=silence) as clients:
             clients.log.open = True
             await clients.begun()
@@ -254,6 +261,7 @@ def _window(
         seed=seed,
         wait_ms=waits(*spent.pages) if spent.pages else {},
         admission_ms=admission(*spent.pages) if spent.pages else None,
+        cached=cached(*spent.pages) if spent.pages else {},
     )
 
 

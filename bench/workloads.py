@@ -79,6 +79,18 @@ class Workload:
         return sum(added for added, _ in self.lengths) + sum(self._shortened(out) for _, out in self.lengths)
 
     @property
+    def under_way(self) -> float:
+        """Tokens of a conversation that is under way, without those that all share, in the mean over its life; 0: unknown."""
+        before, weighted, written = -self.system, 0.0, 0
+        for added, out in self.lengths:
+            wanted = self._shortened(out)
+            before += added
+            weighted += wanted * (before + wanted / 2)
+            before += wanted
+            written += wanted
+        return weighted / written if written else 0.0
+
+    @property
     def answer(self) -> float:
         """Tokens of an answer, in the mean; 0: unknown."""
         wanted = [self._shortened(out) for _, out in self.lengths]

@@ -127,6 +127,21 @@ def test_all_that_a_server_lists(served: Served, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.png"))
 
 
+def test_as_many_streams_as_have_room(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pool = 65_536
+    assert f'trouterd_kv_tokens{{model="small"}} {float(pool)}' in served.metrics()
+    most = pool // (3000 + 500 + 32)
+    target = ["--target", f"t=unix:{served.socket}", "--model", "small", "--no-plots", "--output", str(tmp_path)]
+    window = ["--seconds", "0.2", "--settle", "0.1", "--workload"]
+    assert main([*target, *window, "3000/1000", "--streams", f"{most + 1},{most + 2}"]) == 0
+    said = f"N = {most + 2}: no room for so many, and what there is room for has been measured"
+    assert said in capsys.readouterr().err
+    windows = json.loads((tmp_path / "throughput.json").read_text())["windows"]
+    assert [window["streams"] for window in windows] == [most]
+    assert main([*target, *window, "4/200000", "--streams", "1"]) == 1
+    assert "N = 1: the smallest KV pool has 65,536 tokens, which is room for 0 requests" in capsys.readouterr().err
+
+
 def test_a_system_that_fails_leaves_the_others(
     served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,7 +241,7 @@ def test_report() -> None:
     assert text.startswith("# Head\n")
     assert "| routed | 4 | 300 | 2.50 | 75 | 1,234; 1.25, 10, -* (40) | 1,234; 1.25, 10, - | - | 0 | 4.2 |" in text
     assert (
-        "| routed | 4 | tiny 66.7, big 33.3 | tiny 33.3, big 100.0 | - | - | - | - | - | - | tiny 0.50 / - | 50% | 3.33 | - |"
+        "| routed | 4 | tiny 66.7, big 33.3 | tiny 33.3, big 100.0 | - | - | - | - | - | - | tiny 0.50 / - | - | 50% | 3.33 | - |"
         in text
     )
     assert "| other | 8 | 50 | - | 6.25 |" in text

@@ -18,6 +18,7 @@ from bench.counters import Scrape, over_control, page
 from bench.daemon import Link, Served, running
 from bench.endpoint import Address, Connection
 from bench.ideal import ideal
+from bench.kv_pools import RoomError, cached, check_room
 from bench.percentiles import Percentiles
 from bench.target import ModelCounters, Target
 from bench.waits import admission, waits
@@ -125,6 +126,8 @@ async def test_turns_meet_the_prefix_cache(served: Served) -> None:
         for name in ("worker_rows_total", "prompt_tokens_total", "generation_tokens_total")
     )
     assert fed < 0.6 * (prompts + written)
+    # A first turn finds what all begin with, 32 of its 64 tokens, a second one all but the last of its 112, in whole pages.
+    assert 0.5 <= window.cached["small"] <= 0.9
 
 
 async def test_a_foreign_server_says_nothing_of_itself(tmp_path: Path) -> None:
@@ -172,6 +175,37 @@ def test_percentiles() -> None:
     some, many = (Percentiles.of([0.001] * (count - 1) + [1.0]) for count in (20, 100))
     assert some == Percentiles(pytest.approx(50.95), 1.0, pytest.approx(50.95), None, 20)
     assert many == Percentiles(pytest.approx(10.99), 1.0, pytest.approx(1.0), pytest.approx(10.99), 100)
+
+
+def kv_page(tokens: int = 0, had: int = 0, **live: float) -> Scrape:
+    totals = {"prefix_tokens": float(tokens), "prefix_cached_tokens": float(had)}
+    return Scrape.of(0.0, merge(Stats().families("small", ["small"], live, totals, 0)).decode())
+
+
+def test_how_many_requests_have_room() -> None:
+    pools = kv_page(kv_tokens=146_000)
+    check_room("x", find("low"), 126, pools)
+    check_room("x", find("high"), 1000, kv_page())  # a server that does not say
+    for name, most in (("low", 126), ("high", 34), ("agent", 32)):
+        with pytest.raises(
+            RoomError, match=f"x: N = 200: .* 146,000 tokens, which is room for {most} requests"
+        ) as error:
+            check_room("x", find(name), 200, pools)
+        assert error.value.most == most
+
+
+def test_the_part_that_was_cached() -> None:
+    assert cached(kv_page(100, 10), kv_page(300, 160)) == {"small": 0.75}
+    assert cached(kv_page(100, 10), kv_page(100, 10)) == {}
+
+
+async def test_what_conversations_begin_with_is_asked_for_before(tmp_path: Path) -> None:
+    server, workload = FakeServer(), Workload("two", ((10, 4), (3, 4)), system=6)
+    async with server.served(tmp_path) as url:
+        await measure(Target("other", url, "fake", 1), workload, 2, seconds=0.05, settle=0.01)
+    warming, *asked = [body["prompt"] for body in server.bodies if body["max_tokens"] != 8]
+    assert len(warming) == 6
+    assert all(prompt[:6] == warming for prompt in asked)
 
 
 def test_waits_between_two_pages() -> None:

@@ -50,6 +50,7 @@ def test_what_is_under_way_at_once_is_as_long_as_it_is_in_the_mean() -> None:
     lengths = [len(LOW.midway(number, (number + 0.5) / 64)[0].said) for number in range(64)]
     assert sum(lengths) / 64 == pytest.approx(100 + 1024, abs=1)
     assert len({*lengths}) == 64
+    assert [one.under_way for one in (LOW, HIGH, AGENT)] == [100 + 1024, 100 + 4096, 5888 - 2048 + 512]
     with pytest.raises(ValueError, match="expected less than 1"):
         LOW.midway(0, 1.0)
 
@@ -80,6 +81,7 @@ def test_data_set(tmp_path: Path) -> None:
     assert said[0] == said[3]
     assert [(turn.said, turn.max_tokens) for (turn,) in said[1:3]] == [("Once", 9), ((5, 6, 7), 100)]
     assert workload.midway(1, 0.5) == said[1]
+    assert workload.under_way == 0
     assert not workload.ignore_eos
     assert workload.label == "questions, answers cut to 100"
 

@@ -146,6 +146,7 @@ GAUGES = {
     "pages_free": "KV pages that hold nothing.",
     "pages_cached": "KV pages that only the prefix cache holds.",
     "pages_owned": "KV pages of requests.",
+    "kv_tokens": "Tokens that the KV pool has room for.",
     "loop_lag_seconds": "How late the event loop was at the last look.",
     "batching_threshold": "Ready requests that launch a step: B for the present number of active ones.",
     "steps_in_flight": "Steps queued on the device whose results have not been read.",
@@ -154,4 +155,6 @@ GAUGES = {
 TOTALS = {
     "preemptions": "Running requests sent back to wait.",
     "visitor_evictions": "Visitors whose KV was dropped while they were away.",
+    "prefix_tokens": "Tokens of requests that came into the KV pool.",
+    "prefix_cached_tokens": "Those of them that the prefix cache had.",
 }

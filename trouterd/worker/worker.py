@@ -159,6 +159,7 @@ class Worker:
             "pages_free": pages["free"],
             "pages_cached": pages["cached"],
             "pages_owned": pages["owned"],
+            "kv_tokens": pages["total"] * self.kv.page_size,
             "batching_threshold": self.launching.threshold,
             "messages_unsent": self.outbound.unsent,
             "steps_in_flight": self.stepper.in_flight,
@@ -171,7 +172,13 @@ class Worker:
 
     def totals(self) -> dict[str, float]:
         """What has happened since the start, by metric name (see `stats.TOTALS`)."""
-        return {"preemptions": self.scheduler.preemptions, "visitor_evictions": self.scheduler.evictions}
+        scheduler = self.scheduler
+        return {
+            "preemptions": scheduler.preemptions,
+            "visitor_evictions": scheduler.evictions,
+            "prefix_tokens": scheduler.looked_up,
+            "prefix_cached_tokens": scheduler.matched,
+        }
 
     def stop(self) -> None:
         """Let the decode loop end after the step in progress."""
