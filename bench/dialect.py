@@ -112,10 +112,11 @@ class Conversation:
         return _COMPLETIONS, {"prompt": self._text}
 
     def _words(self, ids: Prompt) -> str:
-        """About as many tokens as ids; the same words for the same ids, so that what begins alike goes on beginning alike."""
-        count = max(1, round(len(ids) / self._dialect.tokens_per_word))
+        """About as many tokens as ids, each word by the id in its place: prompts are alike for as many tokens as their ids are."""
+        rate = self._dialect.tokens_per_word
         numbers = [token for token in ids if isinstance(token, int)]
-        return "".join(f" {_VOCABULARY[numbers[word % len(numbers)] % len(_VOCABULARY)]}" for word in range(count))
+        places = (min(int(word * rate), len(numbers) - 1) for word in range(max(1, round(len(numbers) / rate))))
+        return "".join(f" {_VOCABULARY[numbers[place] % len(_VOCABULARY)]}" for place in places)
 
 
 async def learn(target: Target, workload: Workload, silence: float) -> Dialect:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 
 import pytest
 
 from bench.clients import Clients
-from bench.dialect import Dialect, Form, learn
+from bench.dialect import Conversation, Dialect, Form, learn
 from bench.endpoint import Address, Connection, EndpointError
 from bench.target import Target
 from bench.window import measure
-from bench.workloads import Workload, find
+from bench.workloads import AGENT, Workload, find
 from tests.bench.fake_server import FakeServer
 
 TWO_TURNS = Workload("two", ((10, 4), (3, 4)), system=6)
@@ -84,6 +85,21 @@ async def test_turns_follow_each_other(tmp_path: Path, server: FakeServer) -> No
         roles = [message["role"] for message in second["messages"]]
         assert roles == ["user", "assistant", "user"]
         assert second["messages"][1]["content"] == " t0 t1 t2 t3"
+
+
+@pytest.mark.parametrize("rate", [0.8, 1.0, 1.75, 2.5])
+def test_words_are_as_many_tokens_alike_as_ids(rate: float) -> None:
+    """Prompts of agents share 2,048 of 3,584 tokens, whatever a word takes."""
+    dialect = Dialect(fake("http://x"), Form.TEXT, extras=True, continuous=True, tokens_per_word=rate)
+    prompts = []
+    for number in (1, 2):
+        _, body = Conversation(dialect, AGENT, seed=0).request(AGENT.conversation(number)[0])
+        prompts.append(body["prompt"].split())
+    assert [len(prompt) for prompt in prompts] == [round(3584 / rate)] * 2
+    alike = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*prompts, strict=True))))
+    assert alike * rate == pytest.approx(2048, abs=20)
+    later = [one != other for one, other in zip(*(prompt[alike:] for prompt in prompts), strict=True)]
+    assert sum(later) > 0.8 * len(later)
 
 
 async def test_messages_of_a_data_set_go_to_chat(tmp_path: Path) -> None:
