@@ -201,13 +201,14 @@ class Sweep:
             "models": {SMALL: options.small, LARGE: options.large},
             "mps": bool(variables[SMALL]),
             "context": options.context,
+            "large_percent": options.large_percent,
             "pairs": [],
         }
 
     def run(self) -> Iterator[list[Pair]]:
         """The pairs of one percentage after the other. Raises SideError."""
         options = self._options
-        with side(LARGE, options, 0, self._variables[LARGE]) as large:
+        with side(LARGE, options, options.large_percent, self._variables[LARGE]) as large:
             large_alone = {steps: alone(large, steps, options.seconds) for steps in options.large_steps}
             for percent in options.percent:
                 with side(SMALL, options, percent, self._variables[SMALL]) as small:
@@ -251,7 +252,10 @@ def _factors(pairs: Sequence[Pair]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if not 0 <= options.large_percent <= 100 - max(options.percent):
+        parser.error("--large-percent: kernels whose parts are more than 100 in all could wait for each other for ever")
     options.arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         with tempfile.TemporaryDirectory(prefix="beside-") as folder, _sharing(options, Path(folder)) as variables:
@@ -293,6 +297,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument("--percent", type=_percentages, default=(20, 40, 80), metavar="LIST", help="20,40,80")
+    parser.add_argument(
+        "--large-percent", type=int, default=0, metavar="N", help="for a persistent kernel of the large model (0: none)"
+    )
     parser.add_argument("--small-steps", type=_loads, default=_loads("4x1,16x1"), metavar="LIST", help="4x1,16x1")
     parser.add_argument(
         "--large-steps", type=_loads, default=_loads("4x3,14x3,12x10"), metavar="LIST", help="4x3,14x3,12x10"

@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.daemon import Link
 from bench.endpoint import Connection
 from bench.target import Counters, ModelCounters
+from trouterd.batching.report import Step
 from trouterd.metrics import PREFIX
 
 
@@ -34,6 +36,19 @@ def over_control(link: Link, models: Sequence[str]) -> Callable[[], Counters]:
         return Counters(max(shown[name]["now"] for name in models), counted)
 
     return counters
+
+
+def steps_over_control(link: Link, models: Sequence[str]) -> Callable[[float], dict[str, list[Step]]]:
+    """The latest steps of these models by the verb `batching-steps`; nothing where one of them does not answer, since what ran
+    beside the others is not known then."""
+
+    def steps(since: float) -> dict[str, list[Step]]:
+        shown = link.call("batching-steps", since=since)
+        if not all(isinstance(shown.get(name), list) for name in models):
+            return {}
+        return {name: msgspec.convert(shown[name], list[Step]) for name in models}
+
+    return steps
 
 
 @dataclass(frozen=True, slots=True)

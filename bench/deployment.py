@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.counters import over_control
+from bench.counters import over_control, steps_over_control
 from bench.daemon import Link, Served, running
 from bench.fetch import UNIX
 from bench.step_shapes import SHAPES, write_shape
@@ -197,6 +197,7 @@ class Fleet:
             model=name,
             gpus=self.deployment.gpus(models),
             counters=lambda: self.counters(models),
+            steps=steps_over_control(self._link, models),
             large=large,
         )
 

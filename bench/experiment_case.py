@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +15,8 @@ AROUND = 1.0
 """Seconds of a window beside settling and measuring: connections, and the end of its streams."""
 TROUTERD, STD, SYNCHRONOUS = "trouterd", "std serving", "step-synchronous"
 """Systems: the daemon as it is, one server per model with a dispatcher outside, and all models in step."""
+TURNS = "turns"
+"""The daemon whose models run one at a time."""
 SMALL, MIDDLE, LARGE = "small", "middle", "large"
 """Subjects: a model alone."""
 
@@ -39,6 +41,10 @@ class Case:
     """Seconds of load before the window."""
     repeats: int = 1
     """Windows of which it is the mean, each with load before it."""
+    seconds: float = 0.0
+    """Of its window at most; 0: as long as the others'."""
+    changed: tuple[str, ...] = ()
+    """Models whose steps differ here from those of trouterd as it is, even where they are alone."""
     instant: bool = False
     """Its figures come with the start of its stage."""
 
@@ -90,6 +96,16 @@ class Stage:
     """Starts it, given a folder."""
     cases: tuple[Case, ...]
 
+    def repeated(self, repeats: int) -> Stage:
+        """The same, with each window measured so often.
+
+        Raises:
+            CaseError: that is not once or more.
+        """
+        if repeats < 1:
+            raise CaseError(f"--repeats {repeats}: expected a number from 1 on")
+        return replace(self, cases=tuple(replace(case, repeats=repeats) for case in self.cases))
+
 
 def matching(cases: Sequence[Case], only: Sequence[str]) -> tuple[Case, ...]:
     """Those whose key matches one of some patterns of a shell; all for no pattern."""
@@ -98,7 +114,12 @@ def matching(cases: Sequence[Case], only: Sequence[str]) -> tuple[Case, ...]:
 
 def cost(case: Case, seconds: float) -> float:
     """Seconds that it takes, where its window has `seconds`."""
-    return 0.0 if case.instant else case.repeats * (case.settle + seconds + AROUND)
+    return 0.0 if case.instant else case.repeats * (case.settle + length(case, seconds) + AROUND)
+
+
+def length(case: Case, seconds: float) -> float:
+    """Seconds of its window, where others have `seconds`."""
+    return min(case.seconds or seconds, seconds)
 
 
 def within(stages: Sequence[tuple[float, Sequence[Case]]], seconds: float, budget: float) -> tuple[set[str], list[str]]:

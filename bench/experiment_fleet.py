@@ -10,9 +10,9 @@ from typing import Any
 
 from bench.ablations import ABLATIONS, without
 from bench.deployment import Deployment, Fleet, RouteSpec, serving
-from bench.experiment_case import STD, SYNCHRONOUS, Case, CaseError, Measure, Record
+from bench.experiment_case import STD, SYNCHRONOUS, TURNS, Case, CaseError, Measure, Record
 from bench.experiment_setup import Setup
-from bench.experiment_steps import StepTimes
+from bench.experiment_steps import StepTimes, longer
 from bench.patterns import Mixture, Pattern
 from bench.std_serving import std_serving_on
 from bench.step_synchronous import step_synchronous
@@ -24,8 +24,20 @@ from trouterd.batching.predictor import Predictor
 from trouterd.batching.row_time import fed
 
 AUTO, EAGER, PLANNED = "auto", "eager", "planned"
+_TURNS = "no async"
+"""The ablation that has models take turns."""
 SCALED = f"{PLANNED} x "
 """Before the factor of thresholds that are wrong by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """What plans take contention to be."""
+
+    factors: tuple[float, ...]
+    """One per model; empty: none."""
+    measured: bool = False
+    """What windows have shown goes before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +59,7 @@ class OpenedFleet:
         setup: its models.
         patterns: by key.
         steps: step times of the models alone, as far as they are known by then.
-        contention: what plans take it to be.
+        assumed: for plans.
     """
 
     def __init__(
@@ -58,10 +70,10 @@ class OpenedFleet:
         setup: Setup,
         patterns: Mapping[str, Pattern | Mixture],
         steps: StepTimes,
-        contention: Sequence[float],
+        assumed: Assumed,
     ) -> None:
         self._fleet, self._folder, self._stack, self._setup = fleet, folder, stack, setup
-        self._patterns, self._steps, self._contention = patterns, steps, contention
+        self._patterns, self._steps, self._assumed = patterns, steps, assumed
         self._std: dict[str, Target] = {}
         self._known: dict[tuple[object, ...], Record] = {}
         """Windows by their thresholds: wrong ones, by several factors, can come to the same."""
@@ -72,11 +84,13 @@ class OpenedFleet:
         if not case.batching.startswith(PLANNED):
             self._fleet.live("batching.mode", case.batching or EAGER)
             return self._measured(case, pattern, measure, {})
-        found = self._plan(case, pattern)
+        network, by = self._network(case, pattern)
+        found = self._plan(case, network)
         same = case.system, case.workload, case.subject, case.streams, found.thresholds
         if case.batching == PLANNED or same not in self._known:
             self._fleet.pin(dict(zip(self._setup.names, found.thresholds, strict=True)), case.streams)
-            self._known[same] = self._measured(case, pattern, measure, {"predicted": found.tokens_per_second})
+            facts = {"predicted": found.tokens_per_second, "contention": list(network.contention), "contention_by": by}
+            self._known[same] = self._measured(case, pattern, measure, facts)
         return replace(self._known[same], case=case)
 
     def _measured(
@@ -97,6 +111,9 @@ class OpenedFleet:
             writes_on = pattern is not None and pattern.writes_on
             with step_synchronous(self._fleet, route, case.streams, writes_on=writes_on) as target:
                 yield target
+        elif case.system == TURNS:
+            with without(self._fleet, _TURNS):
+                yield self._fleet.targets[route]
         elif case.system in ABLATIONS and ABLATIONS[case.system].is_live:
             with without(self._fleet, case.system):
                 yield self._fleet.targets[route]
@@ -121,13 +138,30 @@ class OpenedFleet:
             self._std = self._stack.enter_context(std_serving_on(self._fleet, self._folder / "std", routes))
         return self._std
 
-    def _plan(self, case: Case, pattern: Pattern | Mixture | None) -> Plan:
+    def _plan(self, case: Case, network: Network) -> Plan:
+        factor = float(case.batching.removeprefix(SCALED)) if case.batching.startswith(SCALED) else 1.0
+        return planned(network, case.streams, factor)
+
+    def _network(self, case: Case, pattern: Pattern | Mixture | None) -> tuple[Network, str]:
+        """What is known of the deployment by now, and where its contention is from."""
         if pattern is None:
             raise CaseError(f"{case.subject} is no pattern with known rates")
-        times = self._steps.of(case.workload, self._setup.names)
-        network = pattern.network([time.decode for time in times], self._contention, self._setup.handoff)
-        factor = float(case.batching.removeprefix(SCALED)) if case.batching.startswith(SCALED) else 1.0
-        return planned(fed(network, times), case.streams, factor)
+        names, factors, by = self._setup.names, self._assumed.factors, "assumed"
+        times = self._steps.of(case.workload, names, case.system)
+        network = fed(pattern.network([time.decode for time in times], (), self._setup.handoff), times)
+        if self._assumed.measured:
+            found = self._steps.fit(case.workload, pattern, names)
+            more = [found.more.get(name, 0.0) for name in names]
+            network = replace(network, step_times=tuple(map(longer, network.step_times, more)))
+            if (measured := found.factors(case.system, names)) is not None:
+                factors, by = measured, "measured"
+        if self._setup.given_contention:
+            factors, by = self._setup.given_contention, "given"
+        if case.system == TURNS or self._setup.takes_turns:
+            if network.size > 2:
+                raise CaseError(f"thresholds for models that take turns are known for two, not for {network.size}")
+            return replace(network, turns=True), "turns"
+        return replace(network, contention=factors or network.contention), by
 
 
 def planned(network: Network, requests: int, factor: float = 1.0) -> Plan:
@@ -166,7 +200,7 @@ def opened_fleet(
     setup: Setup,
     patterns: Sequence[Pattern | Mixture],
     steps: StepTimes,
-    contention: Sequence[float] | None = None,
+    assumed: Assumed,
 ) -> Iterator[OpenedFleet]:
     """Serve a deployment together with a route for each pattern.
 
@@ -176,12 +210,11 @@ def opened_fleet(
         setup: the models.
         patterns: whose routes are added.
         steps: see `OpenedFleet`.
-        contention: the same; None: the setup's.
+        assumed: the same.
     """
     folder.mkdir(parents=True, exist_ok=True)
     routes = routes_of(setup, patterns, folder, heads=True)
     full = replace(deployment, routes=(*deployment.routes, *routes))
     by_key = {pattern.key: pattern for pattern in patterns}
-    factors = setup.contention if contention is None else contention
     with serving(full, folder) as fleet, ExitStack() as stack:
-        yield OpenedFleet(fleet, folder, stack, setup, by_key, steps, factors)
+        yield OpenedFleet(fleet, folder, stack, setup, by_key, steps, assumed)

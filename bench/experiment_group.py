@@ -9,6 +9,7 @@ from typing import Any
 from bench.experiment_case import LARGE, STD, TROUTERD, Case, Record
 from bench.experiment_fleet import AUTO, EAGER, PLANNED
 from bench.experiment_result import Result
+from bench.experiment_settings import told
 
 OTHER_RUN = "\\*"
 """Behind a ratio to a window of another run."""
@@ -58,7 +59,7 @@ class Ratio:
 
 
 class Group:
-    """Of results with the same experiment, models, placement and hardware.
+    """Of results with the same experiment, models, placement, hardware and settings.
 
     Args:
         results: the oldest first; of windows that were measured twice the later one counts.
@@ -76,9 +77,15 @@ class Group:
 
     @property
     def title(self) -> str:
-        """Models and placement."""
+        """Models, placement and settings."""
+        settings = f"; {self.settings}" if self.settings else ""
         places = {"shared": "on one card", "separate": "on a card each", "cpu": "on the CPU"}
-        return f"{self.head['pair']}, {places.get(self.head['placement'], self.head['placement'])}"
+        return f"{self.head['pair']}, {places.get(self.head['placement'], self.head['placement'])}{settings}"
+
+    @property
+    def settings(self) -> str:
+        """That all systems were given; '' for none."""
+        return told(self.head.get("settings", {}))
 
     @property
     def large(self) -> list[Measured]:

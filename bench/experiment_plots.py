@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,10 +55,15 @@ def write_plots(group: Group, points: Sequence[dict[str, Any]], folder: Path) ->
             axes.yaxis.set_minor_formatter("{x:g}")
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8)
-        path = folder / f"{experiment}-{group.head['pair']}-{group.head['placement']}{suffix}.png"
+        path = folder / f"{experiment}-{group.head['pair']}-{group.head['placement']}{_settings(group)}{suffix}.png"
         figure.savefig(path, dpi=_DOTS)
         written.append(path)
     return written
+
+
+def _settings(group: Group) -> str:
+    """Fit for the name of a file."""
+    return "".join(f"-{part}" for part in re.findall(r"[\w.]+", group.settings))
 
 
 def _workloads(experiment: str, group: Group) -> list[str]:
@@ -172,9 +178,10 @@ def _mistaken(axes: Axes, group: Group, workload: str) -> None:
 def _placed(axes: Axes, group: Group, workload: str) -> None:
     (subject, *_) = group.subjects()
     for number, system in enumerate(dict.fromkeys(one.case.system for one in group.windows)):
-        found = group.select(system=system, workload=workload, subject=subject, batching=PLANNED)
-        points = [(one.rate, gap) for one in found if (gap := one.of("gap_ms", "p99")) is not None]
-        _line(axes, points, "as it is" if number == 0 else system, number)
+        for way, style in ((PLANNED, "-"), (EAGER, ":")):
+            found = group.select(system=system, workload=workload, subject=subject, batching=way)
+            points = [(one.rate, gap) for one in found if (gap := one.of("gap_ms", "p99")) is not None]
+            _line(axes, points, f"{'as it is' if number == 0 else system}, {way}", number, style)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("token/s")

@@ -11,16 +11,9 @@ from bench.experiment_group import Group
 from bench.experiment_markdown import cell, table
 from bench.experiment_plots import write_plots
 from bench.experiment_result import Result, read_results
-from bench.experiment_tables import (
-    ablated,
-    compared,
-    details,
-    lengthened,
-    mistaken,
-    placed,
-    scaled_up,
-    switched,
-)
+from bench.experiment_settings import told
+from bench.experiment_sharing import placed
+from bench.experiment_tables import ablated, compared, details, lengthened, mistaken, scaled_up, switched
 from bench.experiment_targets import targets_table
 from bench.experiment_time import spent_table
 from bench.patterns import DRAWN
@@ -92,10 +85,10 @@ def _lead(results: Sequence[Result]) -> Iterable[str]:
 
 
 def _grouped(results: Sequence[Result]) -> list[Group]:
-    """By experiment, models, placement and hardware, in the order of experiments."""
+    """By experiment, models, placement, hardware and settings, in the order of experiments."""
     found: dict[tuple[str, ...], list[Result]] = {}
     for result in side_by_side(results):
-        key = tuple(str(result.head[name]) for name in ("experiment", "hardware", "pair", "placement"))
+        key = *(str(result.head[name]) for name in ("experiment", "hardware", "pair", "placement")), _settings(result)
         found.setdefault(key, []).append(result)
     return [Group(found[key]) for key in sorted(found)]
 
@@ -112,8 +105,13 @@ def _is_placed(result: Result, placement: str) -> bool:
     return (result.head["experiment"], result.head["placement"]) == ("f", placement)
 
 
-def _where(result: Result) -> tuple[str, str]:
-    return str(result.head["hardware"]), str(result.head["pair"])
+def _where(result: Result) -> tuple[str, ...]:
+    return str(result.head["hardware"]), str(result.head["pair"]), _settings(result)
+
+
+def _settings(result: Result) -> str:
+    """What all of its daemons were given."""
+    return told(result.head.get("settings", {}))
 
 
 def _apart(result: Result) -> Result:

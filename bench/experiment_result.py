@@ -78,8 +78,13 @@ def read_results(folder: Path) -> list[Result]:
 
 
 def _result(content: Mapping[str, Any]) -> Result:
-    records = [Record(Case(**record["case"]), record["window"], record["facts"]) for record in content["records"]]
+    records = [Record(_case(record["case"]), record["window"], record["facts"]) for record in content["records"]]
     failures = [(key, reason) for key, reason in content["failures"]]
     return Result(
         content["head"], records, list(content["dropped"]), failures, bool(content["complete"]), content["points"]
     )
+
+
+def _case(content: Mapping[str, Any]) -> Case:
+    """JSON has no tuples."""
+    return Case(**{**content, "changed": tuple(content.get("changed", ()))})

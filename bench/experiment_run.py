@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-from bench.experiment_case import (
-    LARGE,
-    MIDDLE,
-    SMALL,
-    TROUTERD,
-    Case,
-    CaseError,
-    Measure,
-    Opened,
-    Record,
-    Stage,
-    within,
-)
+from bench.experiment_case import Case, CaseError, Measure, Opened, Record, Stage, within
 from bench.experiment_result import Result
 from bench.experiment_steps import StepTimes
 from bench.kv_pools import RoomError
 from bench.progress import Progress
 from trouterd.daemon import DaemonError
-
-_ALONE = (SMALL, MIDDLE, LARGE)
 
 
 class Runner:
@@ -41,7 +26,7 @@ class Runner:
         seconds: of a window.
         budget: seconds for everything.
         measure: a window.
-        steps: grows by the windows of models alone.
+        steps: grows by windows.
         progress: of all windows.
         clock: for tests.
     """
@@ -71,8 +56,9 @@ class Runner:
         """All of it."""
         self._save()
         for stage in self._stages:
-            self._drop(running="")
-            if self._left[stage.name]:
+            if self._fitting(stage, started=False).isdisjoint(case.key for case in stage.cases):
+                self._drop(stage)
+            else:
                 self._stage(stage)
         self._result.complete = not (self._result.dropped or self._result.failures)
         self._save()
@@ -90,11 +76,14 @@ class Runner:
 
     def _cases(self, stage: Stage, opened: Opened) -> None:
         left = self._left[stage.name]
-        while True:
-            self._drop(running=stage.name)
-            if not left:
+        while left:
+            fitting = self._fitting(stage, started=True)
+            case = next((case for case in left if case.key in fitting), None)
+            if case is None:
+                self._drop(stage)
                 return
-            self._case(left.pop(0), opened)
+            left.remove(case)
+            self._case(case, opened)
 
     def _case(self, case: Case, opened: Opened) -> None:
         most = self._most.get(case.workload, case.streams)
@@ -110,7 +99,7 @@ class Runner:
             return
         if record is None:
             return
-        self._learn(record.case, record.window)
+        self._steps.learn(record.case, record.window)
         self._result.records.append(record)
         self._save()
         self._progress.done(_line(record))
@@ -126,21 +115,20 @@ class Runner:
         record = opened.record(fewer, self._measure)
         return replace(record, facts={**record.facts, "asked_streams": case.streams})
 
-    def _learn(self, case: Case, window: Mapping[str, Any]) -> None:
-        """Step times of a model alone."""
-        step_ms, batch = window["step_ms"].get(case.subject), window["batch"].get(case.subject)
-        if case.subject in _ALONE and case.system == TROUTERD and step_ms and batch:
-            self._steps.add(case.workload, case.subject, batch, step_ms / 1e3)
+    def _fitting(self, stage: Stage, *, started: bool) -> set[str]:
+        """Keys of the windows for which there is time, of all stages from this one on."""
+        later = self._stages[self._stages.index(stage) :]
+        stages = [(0.0 if started and one is stage else one.seconds, self._left[one.name]) for one in later]
+        return within(stages, self._seconds, max(0.0, self._end - self._clock()))[0]
 
-    def _drop(self, running: str) -> None:
-        """What there is no time for any more."""
-        stages = [(0.0 if stage.name == running else stage.seconds, self._left[stage.name]) for stage in self._stages]
-        kept, dropped = within(stages, self._seconds, max(0.0, self._end - self._clock()))
-        for stage in self._stages:
-            self._left[stage.name][:] = [case for case in self._left[stage.name] if case.key in kept]
-        for key in dropped:
-            self._progress.done(f"{key}: dropped, no time left")
-        self._result.dropped += dropped
+    def _drop(self, stage: Stage) -> None:
+        """What there is no time for, the least important ones first."""
+        left = self._left[stage.name]
+        ranks = {place: (case.importance, place) for place, case in enumerate(left)}
+        for place in sorted(ranks, key=ranks.__getitem__, reverse=True):
+            self._progress.done(f"{left[place].key}: dropped, no time left")
+            self._result.dropped.append(left[place].key)
+        left.clear()
 
     def _fail(self, case: Case, error: Exception) -> None:
         reason = " ".join(str(error).split()) or type(error).__name__

@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.deployment import Deployment
 from bench.experiment_case import LARGE, SMALL, STD, TROUTERD, Case, Opened, Stage
-from bench.experiment_fleet import AUTO, opened_fleet
+from bench.experiment_fleet import AUTO, Assumed, opened_fleet
 from bench.experiment_servers import opened_servers
 from bench.experiment_setup import CPU, Setup
 from bench.experiment_steps import StepTimes
@@ -41,13 +41,15 @@ class Scope:
     steps: StepTimes = field(default_factory=StepTimes)
     vllm: Path | None = None
     """The peer's scripts."""
+    daemon_start: float = 0.0
+    """Seconds that a daemon takes to start and to end; 0: what is usual."""
     own_servers: bool = False
     """Std. Serving on servers of its own, in place of the routed daemon's models."""
 
     @property
     def start(self) -> float:
         """Seconds that a daemon takes."""
-        return _START.get(self.setup.placement, _GPU_START)
+        return self.daemon_start or _START.get(self.setup.placement, _GPU_START)
 
     def counts(self, *own: int) -> tuple[int, ...]:
         """Numbers of streams: those of the command line, or the experiment's own."""
@@ -67,6 +69,7 @@ class Scope:
         system: str = TROUTERD,
         batching: str = "",
         body: Mapping[str, Any] | None = None,
+        changed: tuple[str, ...] = (),
     ) -> Case:
         """One window."""
         return Case(
@@ -76,6 +79,7 @@ class Scope:
             streams=streams,
             batching=batching,
             body=body or {},
+            changed=changed,
             importance=importance,
             settle=self.learn if batching == AUTO else self.settle,
         )
@@ -113,6 +117,7 @@ class Scope:
         name: str = TROUTERD,
         deployment: Deployment | None = None,
         contention: Sequence[float] | None = None,
+        measured: bool = False,
     ) -> Stage:
         """The stage that is one trouterd with the routes of all patterns.
 
@@ -121,10 +126,12 @@ class Scope:
             name: of the stage.
             deployment: default: the models as they are.
             contention: what plans take it to be; None: what is known of the placement.
+            measured: plans go by the contention of the stage's own windows before, as soon as these tell it.
         """
         served = self.setup.deployment() if deployment is None else deployment
 
         def start(folder: Path) -> AbstractContextManager[Opened]:
-            return opened_fleet(served, folder, self.setup, self.patterns, self.steps, contention)
+            assumed = Assumed(self.setup.contention if contention is None else tuple(contention), measured)
+            return opened_fleet(served, folder, self.setup, self.patterns, self.steps, assumed)
 
         return Stage(name, self.start, start, tuple(cases))

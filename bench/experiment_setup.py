@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from bench.deployment import SCRIPT, Deployment, ModelSpec, RouteSpec
-from bench.experiment_case import LARGE, MIDDLE, SMALL
+from bench.experiment_case import LARGE, MIDDLE, SMALL, CaseError
+from bench.experiment_settings import FLAG, Settings
 from bench.patterns import Mixture, Pattern
 from bench.step_heads import HeadInputs
 from bench.step_shapes import SHAPES, write_shape
@@ -16,7 +18,7 @@ from models.config import ModelConfig
 from trouterd.batching.placement import FASTER, SEPARATE, SHARED, SLOWER
 from trouterd.config_dump import toml_value
 from trouterd.demo import LARGE_DIRECTORY, SMALL_DIRECTORY
-from trouterd.settings import BUILTIN
+from trouterd.settings import BUILTIN, ConfigError, load
 
 CPU = "cpu"
 _BUILTIN = {f"{BUILTIN}small": SMALL_DIRECTORY, f"{BUILTIN}large": LARGE_DIRECTORY}
@@ -30,17 +32,17 @@ class Setup:
         sources: of `ModelSpec`, entry first.
         devices: one per model.
         tensor_parallel: GPUs of each model.
-        model_settings: TOML lines for every model's table.
-        settings: TOML lines of the whole configuration.
+        settings: of all daemons.
         handoff: seconds of one, for plans.
+        given_contention: for plans, one factor per model; empty: what is known beforehand.
     """
 
     sources: tuple[str, ...]
     devices: tuple[str, ...]
     tensor_parallel: tuple[int, ...]
-    model_settings: tuple[str, ...] = ()
-    settings: tuple[str, ...] = ()
+    settings: Settings = Settings()
     handoff: float = 0.0
+    given_contention: tuple[float, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -57,7 +59,7 @@ class Setup:
     def models(self) -> tuple[ModelSpec, ...]:
         """All of them."""
         columns = zip(self.names, self.sources, self.devices, self.tensor_parallel, strict=True)
-        return tuple(ModelSpec(*row, settings=self.model_settings) for row in columns)
+        return tuple(ModelSpec(*row, settings=self.settings.model_lines(row[0])) for row in columns)
 
     @property
     def placement(self) -> str:
@@ -69,7 +71,9 @@ class Setup:
 
     @property
     def contention(self) -> tuple[float, ...]:
-        """By how much another running model prolongs a step, as far as it is known beforehand: the last model is the slowest."""
+        """By how much another running model prolongs a step, as it is given, or known beforehand: the last model is the slowest."""
+        if self.given_contention:
+            return self.given_contention
         if self.placement != SHARED:
             return ()
         return (*(FASTER for _ in self.sources[1:]), SLOWER)
@@ -79,27 +83,53 @@ class Setup:
         """Whether routing heads run beside the small model."""
         return not self.sources[0].startswith(SCRIPT)
 
+    @property
+    def takes_turns(self) -> bool:
+        """Models run one at a time, whatever the window."""
+        return self.settings.values.get("batching.overlap") is False
+
+    @property
+    def kernel_model(self) -> str:
+        """Of models that share a GPU, the one that has the persistent kernel, as far as its shape allows it; '' for none.
+
+        As workers choose it (`trouterd.worker.gpu_check`): the first one is the smallest.
+        """
+        if self.placement != SHARED:
+            return ""
+        said = {name: self.settings.of_model(name).get("megakernel", "auto") for name in self.names}
+        able = [name for name in self.names if said[name] == "on"] or [n for n in self.names if said[n] == "auto"]
+        return able[0] if able else ""
+
     def deployment(
-        self,
-        routes: Sequence[RouteSpec] = (),
-        *,
-        settings: Sequence[str] = (),
-        model_settings: Sequence[str] = (),
-        large_settings: Sequence[str] = (),
+        self, routes: Sequence[RouteSpec] = (), *, own: Mapping[str, Sequence[str]] = MappingProxyType({})
     ) -> Deployment:
         """What a daemon of this experiment serves.
 
         Args:
             routes: over its models.
-            settings: further lines of the configuration.
-            model_settings: further lines of every model's table.
-            large_settings: further lines of the large model's.
+            own: by model, further lines of its table, which count before those of the command line.
         """
-        models = []
-        for model in self.models:
-            own = (*model.settings, *model_settings, *(large_settings if model.name == LARGE else ()))
-            models.append(ModelSpec(model.name, model.source, model.device, model.tensor_parallel, own))
-        return Deployment(tuple(models), tuple(routes), (*self.settings, *settings))
+        models = [replace(model, settings=(*model.settings, *own.get(model.name, ()))) for model in self.models]
+        return Deployment(tuple(models), tuple(routes), self.settings.lines())
+
+    def check(self) -> None:
+        """Whether what was set fits together; whether models are there is not looked at.
+
+        Raises:
+            CaseError: it does not; the message says why.
+        """
+        if not self.settings.values:
+            return
+        with tempfile.TemporaryDirectory() as name:
+            file = Path(name) / "trouterd.toml"
+            file.write_text(self.deployment().configuration(Path(name)))
+            try:
+                load(file, {})
+            except ConfigError as error:
+                problems = [problem.removeprefix(f"{file}: ") for problem in error.problems]
+                own = [problem for problem in problems if problem.startswith(tuple(self.settings.values))]
+                if own:
+                    raise CaseError("; ".join(f"{FLAG} {problem}" for problem in own)) from error
 
     def route(self, pattern: Pattern | Mixture, folder: Path, *, heads: bool = True) -> RouteSpec:
         """The route of a pattern; writes its head into the folder, or leaves it out."""

@@ -194,40 +194,6 @@ def factor(way: str) -> float:
     return float(way.removeprefix(SCALED)) if way.startswith(SCALED) else 1.0
 
 
-def placed(group: Group) -> str:
-    """Experiment f: ways to share a card, with the tail of the gaps between tokens."""
-    head = (
-        "",
-        "asked",
-        "B",
-        "N",
-        "token/s",
-        "x large",
-        "TTFT p99, ms",
-        "gap p50, ms",
-        "gap p99, ms",
-        "steps, ms",
-        "busy",
-    )
-    rows = [
-        (
-            "as it is" if one.case.system == TROUTERD else one.case.system,
-            group.name(one.case.subject),
-            batching(one),
-            one.case.streams,
-            one.rate,
-            group.ratio(one),
-            one.of("ttft_ms", "p99"),
-            one.of("gap_ms", "p50"),
-            one.of("gap_ms", "p99"),
-            by_model(one.record.window.get("step_ms")),
-            by_model(one.record.window.get("busy")),
-        )
-        for one in sorted(group.windows, key=lambda one: (one.case.subject, one.case.streams, one.case.batching))
-    ]
-    return table(head, rows, 3)
-
-
 def lengthened(group: Group) -> str:
     """Experiment g: token/s with long answers against short ones."""
     short, long = (group.workloads() * 2)[:2]

@@ -100,10 +100,7 @@ def _is_meant(group: Group) -> bool:
 
 def _rows(target: Target, groups: Sequence[Group]) -> Iterable[Sequence[object]]:
     for streams, first, aim in zip(target.streams, target.first, target.aim, strict=True):
-        found, group = None, None
-        for group in groups:
-            if group.head["experiment"] in target.experiments and (found := target.measured(group, streams)):
-                break
+        found, group = _best(target, groups, streams)
 
         def shown(value: float) -> str:
             return f"{value:.0%}" if target.share else f"{value:.3g}"
@@ -116,4 +113,16 @@ def _rows(target: Target, groups: Sequence[Group]) -> Iterable[Sequence[object]]
         time = spent(group, window) if value < aim else None
         cause = time.cause if time else ""
         way = WAYS.get(window.case.batching, window.case.batching)
+        way += f"; {group.settings}" if group.settings else ""
         yield target.what, streams, shown(first), shown(aim), shown(value), verdict, way, cause
+
+
+def _best(target: Target, groups: Sequence[Group], streams: int) -> tuple[tuple[float, Measured] | None, Group | None]:
+    """The figure and its group: of several settings the best one, with each of them the first experiment that has it."""
+    found: dict[str, tuple[tuple[float, Measured], Group]] = {}
+    for group in groups:
+        if group.head["experiment"] not in target.experiments or group.settings in found:
+            continue
+        if (figure := target.measured(group, streams)) is not None:
+            found[group.settings] = figure, group
+    return max(found.values(), key=lambda one: one[0][0], default=(None, None))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from bench.experiment_case import LARGE, SMALL
 from bench.experiment_group import Group, Measured
 from bench.experiment_markdown import WAYS, cell, table
+from bench.experiment_steps import mean_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +65,19 @@ def _in_steps(one: Measured, name: str) -> float | None:
 
 def _alone(group: Group, one: Measured, name: str, time: float) -> float | None:
     """The time that it would be, were each step as long as the same batch's is for the model alone."""
-    batch, step = one.of("batch", name), one.of("step_ms", name)
-    points = sorted(
-        (other.of("batch", name) or 0.0, other.of("step_ms", name) or 0.0)
-        for other in group.select(workload=one.case.workload, subject=name)
-    )
-    if not points or not batch or not step:
-        return None
-    return time * _between(points, batch) / step
+    step, alone = mean_step(one.record.window, name), alone_ms(group, one, name)
+    return time * alone / step[1] if step and alone else None
+
+
+def alone_ms(group: Group, one: Measured, name: str) -> float | None:
+    """Milliseconds of a step of the window's batch, for the model alone with one row a request: with that way to serve, if it was
+    measured there, else with trouterd as it is, unless the model's steps are others there; None: not known."""
+    case, step = one.case, mean_step(one.record.window, name)
+    found = group.select(system=case.system, workload=case.workload, subject=name)
+    if not found and name not in case.changed:
+        found = group.select(workload=case.workload, subject=name)
+    points = sorted(point for other in found if (point := mean_step(other.record.window, name)))
+    return _between(points, step[0]) if points and step else None
 
 
 def _between(points: Sequence[tuple[float, float]], size: float) -> float:

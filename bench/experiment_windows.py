@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
+from typing import Any
 
 import uvloop
 
-from bench.experiment_case import Case, Measure
+from bench.experiment_case import Case, Measure, length
 from bench.progress import Progress
 from bench.repeats import merged
 from bench.target import Target
@@ -17,9 +18,12 @@ from bench.workloads import find
 
 def measuring(seconds: float, seed: int, progress: Progress) -> Measure:
     """Measures windows of `seconds`; `seed` is that of the first repeat, and every further one has the next."""
-    return lambda target, case: asdict(
-        merged([_measured(target, case, seconds, seed + number, progress) for number in range(case.repeats)])
-    )
+
+    def measured(target: Target, case: Case) -> dict[str, Any]:
+        own = length(case, seconds)
+        return asdict(merged([_measured(target, case, own, seed + number, progress) for number in range(case.repeats)]))
+
+    return measured
 
 
 def _measured(target: Target, case: Case, seconds: float, seed: int, progress: Progress) -> Window:

@@ -35,11 +35,12 @@ from bench import (
     experiment_switching,
     experiment_thresholds,
 )
-from bench.experiment_case import CaseError, Stage, cost, matching, within
+from bench.experiment_case import LARGE, MIDDLE, SMALL, CaseError, Stage, cost, matching, within
 from bench.experiment_report import write_report
 from bench.experiment_result import Result, ResultError, new_file, now
 from bench.experiment_run import Runner
 from bench.experiment_scope import Scope
+from bench.experiment_settings import Settings
 from bench.experiment_setup import CPU, Setup
 from bench.experiment_steps import StepTimes
 from bench.experiment_windows import measuring
@@ -84,8 +85,9 @@ def main(arguments: list[str]) -> int:
 
 def _measure(options: argparse.Namespace) -> int:
     scope = _scope(options)
+    scope.setup.check()
     stages = [replace(stage, cases=matching(stage.cases, options.only)) for stage in _STAGES[options.experiment](scope)]
-    stages = [_repeated(stage, options.repeats) for stage in stages if stage.cases]
+    stages = [stage.repeated(options.repeats) for stage in stages if stage.cases]
     if not stages:
         raise CaseError(f"--only {','.join(options.only)}: no window has such a key; --list shows them")
     if options.list:
@@ -107,6 +109,8 @@ def _measure(options: argparse.Namespace) -> int:
         "names": {pattern.key: pattern.name for pattern in scope.patterns},
         "heads": setup.has_heads,
         "std_servers": options.std_servers,
+        "settings": dict(setup.settings.values),
+        "contention": list(setup.given_contention),
     }
     device = next((device for device in setup.devices if device != CPU), CPU)
     result = Result(_head(options, device) | facts)
@@ -124,10 +128,6 @@ def _measure(options: argparse.Namespace) -> int:
     runner.run()
     print(f"{len(result.records)} windows, {len(result.dropped)} dropped, {len(result.failures)} failed: {path}")
     return 0 if result.records and not result.failures else 1
-
-
-def _repeated(stage: Stage, repeats: int) -> Stage:
-    return replace(stage, cases=tuple(replace(case, repeats=repeats) for case in stage.cases))
 
 
 def _quality(options: argparse.Namespace) -> int:
@@ -156,8 +156,9 @@ def _list(stages: Sequence[Stage], seconds: float, budget: float) -> None:
         print(f"{stage.name}: {stage.seconds:.0f} s to start")
         for case in stage.cases:
             mark = "" if case.key in kept else "   dropped"
-            print(f"  {case.key}   importance {case.importance}, {cost(case, seconds):.0f} s{mark}")
-    print(f"{total:.0f} s in all")
+            print(f"  {case.key}   importance {case.importance}, {cost(case, seconds):.3g} s{mark}")
+    windows = sum(len(stage.cases) for stage in stages)
+    print(f"{total:.0f} s in all, {len(kept)} of {windows} windows")
 
 
 def _scope(options: argparse.Namespace) -> Scope:
@@ -168,9 +169,9 @@ def _scope(options: argparse.Namespace) -> Scope:
         sources,
         _each("--devices", options.devices, len(sources)),
         _each("--tensor-parallel", options.tensor_parallel, len(sources)),
-        (*([f"context_length = {options.context}"] if options.context else []), *options.model_set),
-        tuple(options.set),
-        options.handoff_ms / 1e3,
+        settings=_settings(options, len(sources)),
+        handoff=options.handoff_ms / 1e3,
+        given_contention=_each("--contention", options.contention, len(sources)) if options.contention else (),
     )
     workloads = options.workloads or _WORKLOADS.get(options.experiment, _USUAL)
     for workload in workloads:
@@ -187,8 +188,16 @@ def _scope(options: argparse.Namespace) -> Scope:
         learn=options.learn,
         steps=StepTimes.read(setup.names, options.step, options.step_context),
         vllm=options.vllm,
+        daemon_start=options.start,
         own_servers=options.std_servers,
     )
+
+
+def _settings(options: argparse.Namespace, models: int) -> Settings:
+    """What all daemons get; what is said of one model counts before what is said of every one."""
+    of_every = [*([f"context_length={options.context}"] if options.context else []), *options.model_set]
+    names = (SMALL, MIDDLE, LARGE) if models == 3 else (SMALL, LARGE)
+    return Settings.read([*(f"*.{text}" for text in of_every), *options.set], names)
 
 
 def _patterns(names: Sequence[str], models: int) -> tuple[Pattern | Mixture, ...]:
@@ -218,8 +227,14 @@ def _parser() -> argparse.ArgumentParser:
     models.add_argument("--devices", type=_words, default=(CPU,), metavar="LIST", help="of all models, or of each")
     models.add_argument("--tensor-parallel", type=_counts, default=(1,), metavar="LIST", help="the same for GPUs")
     models.add_argument("--context", type=int, default=0, metavar="TOKENS", help="context_length of all models")
-    models.add_argument("--model-set", action="append", default=[], metavar="LINE", help="for every model's table")
-    models.add_argument("--set", action="append", default=[], metavar="LINE", help="for the configuration")
+    models.add_argument("--model-set", action="append", default=[], metavar="KEY=VALUE", help="of every model")
+    models.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="of all daemons, as in the configuration: small.megakernel_percent=30, batching.overlap=false",
+    )
     windows = parser.add_argument_group("windows")
     windows.add_argument("--output", type=Path, metavar="DIR", help="folder of the result")
     windows.add_argument("--workloads", type=_words, default=(), metavar="LIST")
@@ -230,9 +245,12 @@ def _parser() -> argparse.ArgumentParser:
     windows.add_argument("--learn", type=float, default=20.0, metavar="S", help="the same for the controller (20)")
     windows.add_argument("--seed", type=int, default=0, metavar="N", help="of what requests draw (0)")
     windows.add_argument(
-        "--repeats", type=_positive, default=1, metavar="R", help="windows of each, with a seed of their own (1)"
+        "--repeats", type=int, default=1, metavar="R", help="windows of each, with a seed of their own (1)"
     )
     windows.add_argument("--only", type=_words, default=(), metavar="KEYS", help="windows by key, with * and ?")
+    windows.add_argument(
+        "--start", type=float, default=0.0, metavar="S", help="that a daemon takes to start and to end (45; CPU: 5)"
+    )
     windows.add_argument("--budget", type=float, default=_FOREVER, metavar="S", help="for everything")
     windows.add_argument(
         "--note", default="", metavar="TEXT", help="what is particular to this run; the report begins with it"
@@ -240,6 +258,14 @@ def _parser() -> argparse.ArgumentParser:
     windows.add_argument("--list", action="store_true", help="say what would be measured, and how long it takes")
     windows.add_argument(
         "--step", type=Path, action="append", default=[], metavar="FILE", help="of bench.step, per model: for plans"
+    )
+    windows.add_argument(
+        "--contention",
+        type=_factors,
+        default=(),
+        metavar="LIST",
+        help="for plans: by how much another running model prolongs a step, of all models or of each"
+        " (0.25,4 for two on one GPU; f measures it)",
     )
     windows.add_argument("--handoff-ms", type=float, default=_HANDOFF_MS, metavar="MS", help="for plans (0.3)")
     windows.add_argument(
@@ -259,9 +285,11 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-def _positive(text: str) -> int:
-    (number,) = _counts(text)
-    return number
+def _factors(text: str) -> tuple[float, ...]:
+    numbers = tuple(float(part) for part in text.split(","))
+    if not all(0 <= number < float("inf") for number in numbers):
+        raise argparse.ArgumentTypeError(f"expected numbers of 0 or more, got {text!r}")
+    return numbers
 
 
 def _counts(text: str) -> tuple[int, ...]:

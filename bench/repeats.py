@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import fields, is_dataclass, replace
 from statistics import fmean
 from typing import Any
 
-import msgspec
-
 from bench.window import Repeat, Window
 
-_SUMS = frozenset(("requests", "short_answers", "count"))
-"""Fields that count; all other numbers are means."""
+_COUNTS = frozenset(("requests", "count", "steps"))
+"""Fields that count something of a window; all other numbers are means."""
+_SHORT = "short_answers"
 
 
 def merged(windows: Sequence[Window]) -> Window:
@@ -21,12 +20,17 @@ def merged(windows: Sequence[Window]) -> Window:
     Args:
         windows: one or more, of the same system, workload and number of streams, and of the same length.
     """
-    if len(windows) == 1:
-        return windows[0]
-    fields = _merged([asdict(window) for window in windows])
-    fields |= {"streams": windows[0].streams, "seed": windows[0].seed}
-    fields["repeats"] = [Repeat(one.seed, one.tokens_per_second, one.handed) for one in windows]
-    return msgspec.convert(fields, Window, from_attributes=True)
+    first, *others = windows
+    if not others:
+        return first
+    both = {one.name: _merged([getattr(window, one.name) for window in windows], one.name) for one in fields(Window)}
+    short = {_SHORT: sum(float(window.extra.get(_SHORT, 0)) for window in windows)} if _SHORT in both["extra"] else {}
+    return replace(
+        first,
+        **{name: value for name, value in both.items() if name not in ("streams", "seed", "extra", "repeats")},
+        extra=both["extra"] | short,
+        repeats=[Repeat(one.seed, one.tokens_per_second, one.handed) for one in windows],
+    )
 
 
 def spread(window: Window) -> tuple[float, float] | None:
@@ -35,16 +39,19 @@ def spread(window: Window) -> tuple[float, float] | None:
     return (min(rates), max(rates)) if rates else None
 
 
-def _merged(all_of: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    names = dict.fromkeys(name for one in all_of for name in one)
-    return {name: _one(name, [one[name] for one in all_of if one.get(name) is not None]) for name in names}
-
-
-def _one(name: str, values: Sequence[Any]) -> Any:
-    if not values:
+def _merged(values: Sequence[Any], name: str = "") -> Any:
+    """One value of a field, or of an entry, which has no name."""
+    known = [value for value in values if value is not None]
+    if not known:
         return None
-    if isinstance(values[0], Mapping):
-        return _merged(values)
-    if name in _SUMS:
-        return sum(values)
-    return fmean(values) if isinstance(values[0], int | float) else values[0]
+    first = known[0]
+    if is_dataclass(first) and not isinstance(first, type):
+        return type(first)(
+            **{one.name: _merged([getattr(value, one.name) for value in known], one.name) for one in fields(first)}
+        )
+    if isinstance(first, Mapping):
+        keys = dict.fromkeys(key for value in known for key in value)
+        return {key: _merged([value.get(key) for value in known]) for key in keys}
+    if isinstance(first, int | float):
+        return sum(known) if name in _COUNTS else fmean(known)
+    return first

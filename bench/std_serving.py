@@ -34,7 +34,7 @@ from trouterd.config_dump import dump
 from trouterd.interpreter import environment, module_command
 from trouterd.settings import load
 from trouterd.worker.engine import kernel_share
-from trouterd.worker.gpu_check import megakernel_choice
+from trouterd.worker.gpu_check import megakernel_owners
 
 _DISPATCHER_READY = 120.0
 """Seconds that a dispatcher gets to load tokenizers."""
@@ -125,10 +125,10 @@ def _alone(name: str, config: Config) -> str:
 
 
 def _sharing_kernel(name: str, model: Model, config: Config) -> Model:
-    """The persistent kernel as in a daemon of all models of the GPU: one of them has it, on a part of the GPU."""
+    """The persistent kernel as in a daemon of all models of the GPU: who has it there has it on a part of the GPU."""
     sharers = {other: config.models[other] for other in config.sharing(model.gpus[0])}
     # What only the GPU itself can rule out is ruled out by the server: then none has it.
-    if name != megakernel_choice(sharers, lambda one: one.tensor_parallel == 1):
+    if name not in megakernel_owners(sharers, lambda one: one.tensor_parallel == 1):
         return msgspec.structs.replace(model, megakernel="off")
     return msgspec.structs.replace(model, megakernel_percent=round(100 * kernel_share(name, config)))
 

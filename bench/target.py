@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from trouterd.batching.report import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,5 +46,7 @@ class Target:
     """More fields of every request."""
     counters: Callable[[], Counters] | None = None
     """None: a foreign server, which says nothing of itself."""
+    steps: Callable[[float], Mapping[str, Sequence[Step]]] | None = None
+    """The latest steps of each model, those that ended after a moment of the counters' clock; None: not told."""
     large: str = ""
     """Name of the large model among the counters; '' where there is none."""

@@ -15,15 +15,19 @@ from bench.dialect import learn, warm
 from bench.endpoint import SILENCE, Address, Connection, EndpointError
 from bench.ideal import ideal
 from bench.kv_pools import cached, check_room
+from bench.overlap import Overlap, overlaps
 from bench.percentiles import Percentiles
 from bench.target import Counters, ModelCounters, Target
 from bench.waits import admission, waits
 from bench.workloads import Workload
+from trouterd.batching.report import Step
 
 _CALM = 0.2
 """Seconds between a look at a target and the window: what it could not send while it looked must not come in the window."""
 NONCE = secrets.randbits(32)
 """Of this process: a server that has seen the windows of another one has not seen the prompts of these."""
+_LAST_STEP = 0.1
+"""Seconds until the last steps of a window have ended, too: what ran beside another one is known then."""
 _number = itertools.count(1)
 """Of windows: each has prompts of its own, which no prefix cache has seen."""
 
@@ -63,6 +67,8 @@ class Window:
     """Steps of the large model per 1,000 tokens; None where there is none."""
     ideal: float | None
     """Tokens/s that no way of launching batches exceeds, for the step times and the routing of this window (`bench.ideal`)."""
+    overlap: dict[str, Overlap]
+    """By model, where the target tells its steps: what they were like, and for how long others ran meanwhile."""
     extra: dict[str, float | str]
     """`gpus`, `large` (name of that model) and, as far as known: `ttft_of` = `start` where no request began in the window, and the
     times to the first token are those of all streams beginning at once; `held_ms`, for which a launch was held back in the mean;
@@ -142,7 +148,16 @@ async def measure(
             after = await _Look.at(target, metrics)
     finally:
         metrics.close()
-    return _window(target, workload, streams, seed, seen, _Spent.between(before, after), started)
+    spent = _Spent.between(before, after, await _steps(target, before))
+    return _window(target, workload, streams, seed, seen, spent, started)
+
+
+async def _steps(target: Target, before: _Look) -> Mapping[str, Sequence[Step]]:
+    """The window's steps, and some before and after it; a long one has lost its first ones."""
+    if target.steps is None or before.counted is None:
+        return {}
+    await asyncio.sleep(_LAST_STEP)
+    return await asyncio.to_thread(target.steps, before.counted.now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +184,7 @@ class _Spent:
     """Of those that took steps; empty where the target says nothing of itself."""
     pages: Sequence[Scrape]
     """Metrics at both ends, if it has any."""
+    overlap: Mapping[str, Overlap]
 
     @property
     def page(self) -> Scrape | None:
@@ -176,17 +192,18 @@ class _Spent:
         return self.pages[-1] if self.pages else None
 
     @classmethod
-    def between(cls, before: _Look, after: _Look) -> Self:
-        """The second minus the first."""
+    def between(cls, before: _Look, after: _Look, steps: Mapping[str, Sequence[Step]]) -> Self:
+        """The second minus the first, and what the steps between them were like."""
         pages = [Scrape.of(*look.page) for look in (before, after) if look.page is not None]
         counted = [look.counted for look in (before, after) if look.counted is not None]
         counted = counted or [page.counters() for page in pages]
         if len(counted) < 2:
-            return cls(0.0, {}, ())
+            return cls(0.0, {}, (), {})
         old, new = counted
         models = {name: _minus(own, old.models[name]) for name, own in new.models.items() if name in old.models}
         models = {name: own for name, own in models.items() if own.steps > 0}
-        return cls(new.now - old.now, models, pages if len(pages) == 2 else ())
+        ends = pages if len(pages) == 2 else ()
+        return cls(new.now - old.now, models, ends, overlaps(steps, old.now, new.now))
 
 
 def _delays(pages: Sequence[Scrape]) -> dict[str, float]:
@@ -256,6 +273,7 @@ def _window(
         gpu_seconds_per_1000=1e3 * target.gpus / rate,
         large_forwards_per_1000=1e3 * large.steps / counted if large and counted else None,
         ideal=ideal(models, streams, spent.page),
+        overlap=dict(spent.overlap),
         extra=extra,
         handed={name: own.handoffs / own.step_requests for name, own in models.items() if own.step_requests},
         seed=seed,

@@ -265,8 +265,8 @@ class Model(Section, frozen=True):
     megakernel: Annotated[
         Literal["auto", "on", "off"],
         Meta(
-            description="GPU: run steps of up to 32 rows as one persistent kernel. One model of a GPU can: 'auto' is the"
-            " smallest one whose shape and GPU allow it, unless another model there says 'on'."
+            description="GPU: run steps of up to 32 rows as one persistent kernel. 'auto' is the smallest model of a GPU whose"
+            " shape allows it, unless another model there says 'on'. Several can say 'on' with megakernel_percent of 100 in all."
         ),
     ] = "auto"
     megakernel_percent: Annotated[
@@ -339,7 +339,10 @@ class Route(Section, frozen=True):
     max_stall: Annotated[
         int,
         Meta(
-            ge=1, description="Hand-offs without progress after which the holder must commit its own token.", extra=LIVE
+            ge=2,
+            description="Hand-offs without progress after which the holder must commit its own token. The way back from a visit is"
+            " one, so with 1 no token behind a visit could be routed.",
+            extra=LIVE,
         ),
     ] = 8
 

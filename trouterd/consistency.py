@@ -180,15 +180,16 @@ def _gpu_problems(config: Config) -> list[str]:
 
 
 def _megakernel_problems(config: Config) -> list[str]:
-    """Two persistent kernels on one GPU could wait for each other for ever."""
+    """Persistent kernels on one GPU whose blocks are not all there at once could wait for each other for ever."""
     problems = []
     for gpu in config.shared_gpus:
-        first, *others = [name for name in config.sharing(gpu) if config.models[name].megakernel == "on"] or [""]
-        problems += [
-            f"models.{name}.megakernel: one model of a GPU can have it, and on GPU {gpu} '{first}' says 'on' as well;"
-            " set one of them to 'off'"
-            for name in others
-        ]
+        asked = [name for name in config.sharing(gpu) if config.models[name].megakernel == "on"]
+        parts = [config.models[name].megakernel_percent for name in asked]
+        if len(asked) > 1 and (min(parts) == 0 or sum(parts) > 100):
+            problems.append(
+                f"models.{asked[1]}.megakernel: on GPU {gpu} '{asked[0]}' says 'on' as well; set one of them to 'off', or divide"
+                " the GPU: megakernel_percent of all that say 'on', 100 in all at most"
+            )
     return list(dict.fromkeys(problems))
 
 

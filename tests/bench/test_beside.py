@@ -53,8 +53,10 @@ def test_factors_are_what_a_plan_takes() -> None:
     assert "- 80 %: --contention 0.45,1.25, together 1.26" in text
 
 
-@pytest.mark.parametrize("wrong", ["--percent=101", "--percent=-1", "--small-steps=4", "--large-steps=0x3"])
+@pytest.mark.parametrize(
+    "wrong", ["--percent=101", "--percent=-1", "--small-steps=4", "--large-steps=0x3", "--large-percent=101"]
+)
 def test_sizes_that_cannot_be(model: Path, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         beside.main([f"--small={model}", f"--large={model}", *LOADS, wrong])
-    assert "expected" in capsys.readouterr().err
+    assert f"{wrong.partition('=')[0]}: " in capsys.readouterr().err

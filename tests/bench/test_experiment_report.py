@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from bench import experiment_peer, experiments
-from bench.experiment_case import STD, CaseError, Record, cost
+from bench.experiment_case import STD, Case, CaseError, Record, cost
 from bench.experiment_group import Group
 from bench.experiment_markdown import cell, table
 from bench.experiment_peer import peer
@@ -22,7 +22,7 @@ from bench.experiment_targets import TARGETS, targets_table
 from bench.experiment_time import handoff_price, spent
 from bench.patterns import DRAWN, PATTERNS
 from bench.vllm_peer import PeerCase
-from tests.bench.experiment_fakes import case, record, result
+from tests.bench.experiment_fakes import case, record, result, window
 
 R2R = "r2r-35"
 
@@ -179,6 +179,50 @@ def test_cards_of_their_own_beside_a_shared_one() -> None:
     assert str(group.ratio(one)) == "2.00\\*"
     alone = places("separate")
     assert side_by_side([alone, result("a", [])]) == [alone, result("a", [])]
+
+
+def steps(one: Case, rate: float, small: tuple[float, float, float], large: tuple[float, float, float]) -> Record:
+    """A window that tells of its steps: requests, milliseconds, and those of them for which the other model ran."""
+    own = {
+        name: {"steps": 99, "batch": batch, "step_ms": step, "overlap_ms": overlap}
+        for name, (batch, step, overlap) in {"small": small, "large": large}.items()
+        if one.subject in (name, R2R)
+    }
+    return Record(one, window(one, rate, overlap=own), {})
+
+
+def test_ways_to_share_a_card(tmp_path: Path) -> None:
+    divided, alone = {"system": "kernel at 12 %", "changed": ("small",)}, ((16, 1.0, 0.0), (16, 18.0, 0.0))
+    found = [
+        steps(case("large", 16), 860.0, *alone),
+        steps(case("small", 16), 8000.0, *alone),
+        steps(case("small", 16, **divided), 3000.0, (16, 2.0, 0.0), alone[1]),
+        steps(case(R2R, 16, "eager"), 980.0, (5, 1.25, 1.0), (8, 36.0, 22.5)),
+        steps(case(R2R, 16, "planned", system="turns"), 1500.0, (5, 1.0, 0.0), (14, 18.0, 0.0)),
+        steps(case(R2R, 16, "eager", **divided), 1300.0, (6, 2.5, 2.5), (8, 20.0, 20.0)),
+    ]
+    text = write_report(saved(tmp_path, result("f", found)))
+    table, contention = text.split("What a step of R2R, p = 0.35 takes longer", 1)
+    (eager,) = rows(table, "as it is", "eager", "980")[:1]
+    assert eager[3:12] == ["16", "980", "1.14", "1", "1.25", "18", "36", "80%", "62%"]
+    (twelve,) = rows(table, "kernel at 12 %", "1,300")[:1]
+    assert twelve[5:12] == ["1.51", "2", "2.5", "18", "20", "100%", "100%"]
+    assert not rows(table, "as it is", "small only")
+    assert "add to a step for each request: 0 ms (small), 0 ms (large)." in contention
+    assert rows(contention, "as it is", "0.8")[0] == ["as it is", "0.25", "0.8", "0.33,4", "1"]
+    assert rows(contention, "kernel at 12 %", "0.1")[0] == ["kernel at 12 %", "0.2", "0.1", "0.25,0.11", "1"]
+
+
+def test_results_with_other_settings_stay_apart(tmp_path: Path) -> None:
+    usual, divided = result("a", compared()), result("a", compared(factor=1.2), "2026-11-30T11:00:00Z")
+    divided.head["settings"] = {"models.small.megakernel_percent": 30}
+    text = write_report(saved(tmp_path, usual, divided))
+    titles = [line for line in text.splitlines() if line.startswith(f"## {TITLES['a']}")]
+    assert [title.partition("on one card")[2] for title in titles] == ["", "; small.megakernel_percent = 30"]
+    assert (tmp_path / "a-Qwen3-0.6B+Qwen3-32B-shared-small.megakernel_percent-30.png").is_file()
+    # Of what was measured with several settings the better counts, and they are told.
+    one, *_ = rows(text, "R2R, p = 0.35 / large only")
+    assert one[4:7] == ["3", "aim met", "planned B; small.megakernel_percent = 30"]
 
 
 def test_where_the_time_goes() -> None:

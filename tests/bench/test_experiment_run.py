@@ -153,6 +153,23 @@ def test_a_slow_start_drops_more(fake: Fake, tmp_path: Path) -> None:
     assert made.dropped == [CASES[3].key, CASES[2].key]
 
 
+def test_time_that_is_left_over_is_used(fake: Fake, tmp_path: Path) -> None:
+    """What does not fit at first is dropped at the end of its stage only."""
+    stage = fake.stage("trouterd", CASES[:4], seconds=10.0)
+    quick = Stage(stage.name, 30.0, stage.open, stage.cases)
+    made = fake.run([quick, fake.stage("other", OTHER)], tmp_path / "a.json", 30 + 3 * 11)
+    assert fake.asked == [one.key for one in CASES[:4]]
+    assert made.dropped == [OTHER[0].key]
+
+
+def test_short_windows(fake: Fake, tmp_path: Path) -> None:
+    short = case("small", 4, seconds=2.0, settle=0.5)
+    assert cost(short, SECONDS) == 0.5 + 2.0 + AROUND
+    assert cost(short, 1.0) == 0.5 + 1.0 + AROUND
+    fake.run([fake.stage("trouterd", [short])], tmp_path / "a.json", 30 + cost(short, SECONDS))
+    assert fake.asked == [short.key]
+
+
 def test_no_budget_at_all(fake: Fake, tmp_path: Path) -> None:
     made = fake.run([fake.stage("trouterd", CASES)], tmp_path / "a.json", 0)
     assert not fake.started

@@ -113,6 +113,40 @@ def test_repeats_cost_their_time(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"trouterd/low/large/-/1   importance 0, {seconds} s" in capsys.readouterr().out
 
 
+def test_a_sweep_of_one_card_fits_into_five_minutes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a machine on which a daemon takes 35 s to start: every division but for one window, and turns by plan."""
+    pair = ["--small", "Qwen3-0.6B", "--large", "Qwen3-32B", "--devices", "cuda:0"]
+    quick = ["--seconds", "4", "--settle", "1", "--start", "35", "--list", "--budget"]
+    assert main(["--experiment", "f", *pair, *quick, "300"]) == 0
+    listed = capsys.readouterr().out
+    kept = [
+        line.split("   ")[0].strip() for line in listed.splitlines() if "importance" in line and "dropped" not in line
+    ]
+    eager = [
+        f"kernel at {percent} %/low/r2r-35/eager/{count}" for percent in (12, 20, 30, 40, 60) for count in (16, 64)
+    ]
+    assert set(eager) - set(kept) == {"kernel at 40 %/low/r2r-35/eager/64"}
+    assert {"trouterd/low/r2r-35/eager/64", "turns/low/r2r-35/planned/64", "trouterd/low/large/-/64"} <= set(kept)
+    # All of it at 16 and 64 streams; nothing at fewer, nor with limits of the large model, before that.
+    assert main(["--experiment", "f", *pair, *quick, "420"]) == 0
+    listed = capsys.readouterr().out
+    dropped = [line for line in listed.splitlines() if line.endswith("dropped")]
+    assert not [line for line in dropped if "kernel at" in line and line.split("   ")[0].endswith(("/16", "/64"))]
+    assert all(line.endswith("dropped") for line in listed.splitlines() if "large at" in line and "importance" in line)
+    assert main(["--experiment", "f", *pair, *quick, "420", "--set", "small.megakernel_percent=30"]) == 0
+    listed = capsys.readouterr().out
+    assert "kernel at 80 %: 35 s to start" in listed
+    assert "kernel at 30 %" not in listed
+    assert "kernels at 20 + 80 %: 35 s to start" in listed
+    assert main(["--experiment", "f", *pair, *quick, "420", "--set", "*.megakernel=off"]) == 0
+    assert "kernel" not in capsys.readouterr().out
+    both = [f"{name}.{key}" for name in ("small", "large") for key in ("megakernel=on", "megakernel_percent=50")]
+    assert main(["--experiment", "f", *pair, *quick, "420", *(part for one in both for part in ("--set", one))]) == 0
+    listed = capsys.readouterr().out
+    assert "kernel at 40 %: " in listed
+    assert not [part for part in ("kernel at 60 %", "kernel at 80 %", "kernels at") if part in listed]
+
+
 def test_every_experiment_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
     pair = ["--small", "Qwen3-0.6B", "--large", "Qwen3-32B"]
     seen = {}
@@ -126,6 +160,8 @@ def test_every_experiment_can_be_listed(capsys: pytest.CaptureFixture[str]) -> N
     assert "no graphs/" not in seen["b", "cpu"]
     assert "large at 80 %/" in seen["f", "cuda:0"]
     assert "large at 80 %/" not in seen["f", "cuda:0,cuda:1"]
+    assert "turns/" in seen["f", "cpu"]
+    assert "turns/" not in seen["f", "cuda:0,cuda:1"]
     three = [*pair, "--middle", "Qwen3-8B", "--devices", "cuda:0,cuda:1,cuda:2"]
     assert main(["--experiment", "a", *three, "--list"]) == 0
     listed = capsys.readouterr().out
@@ -152,6 +188,10 @@ def test_every_experiment_can_be_listed(capsys: pytest.CaptureFixture[str]) -> N
             ["--experiment", "a", *SCRIPTS, "--workloads", "mild"],
             "--workloads: workload mild: neither low, high, agent",
         ),
+        (["--experiment", "a", *SCRIPTS, "--contention", "1,2,3"], "--contention: 3 given for 2 models"),
+        (["--experiment", "a", *SCRIPTS, "--set", "small.dept=1"], "unknown key 'dept'; did you mean 'depth'?"),
+        (["--experiment", "a", *SCRIPTS, "--model-set", "sm_percent=9"], "sm_percent: limits a model on a GPU"),
+        (["--experiment", "a", *SCRIPTS, "--repeats", "0", "--list"], "--repeats 0: expected a number from 1 on"),
         (["--experiment", "h"], "--output names the folder"),
     ],
 )
@@ -169,8 +209,10 @@ def test_setups() -> None:
     assert setup("cuda:0", "cuda:1").placement == "separate"
     assert setup("cuda:0", "cuda:0", tensor_parallel=(1, 2)).placement == "shared"
     assert setup("cuda:0", "cuda:0", tensor_parallel=(1, 2)).pair == "Qwen3-0.6B+Qwen3-32B-TP2"
-    assert setup("cuda:0", "cuda:0").contention == (1.8, 0.06)
+    assert setup("cuda:0", "cuda:0").contention == (0.25, 4.0)
     assert setup("cuda:0", "cuda:1").contention == ()
+    given = Setup(("Qwen3-0.6B", "Qwen3-32B"), ("cuda:0", "cuda:1"), (1, 1), given_contention=(0.1, 4.0))
+    assert given.contention == (0.1, 4.0)
     assert [short(source) for source in ("builtin:small", "script:6", "/models/Qwen3-8B/")] == [
         "small",
         "script-6",

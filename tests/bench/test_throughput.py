@@ -222,6 +222,7 @@ def window(
         gpu_seconds_per_1000=1000 / rate,
         large_forwards_per_1000=None,
         ideal=2 * rate,
+        overlap={},
         handed={"tiny": 1 / 3, "big": 1.0} if models else {},
         wait_ms={"tiny": Percentiles(0.5, 0.25, 0.75, None, 50)} if models else {},
         extra={"gpus": 1, "ttft_of": "start", "request_estimate_ms": 4250.0} | ({"large": large} if large else {}),

@@ -14,11 +14,12 @@ import pytest
 
 from bench import window as window_module
 from bench.clients import Seen
-from bench.counters import Scrape, over_control, page
+from bench.counters import Scrape, over_control, page, steps_over_control
 from bench.daemon import Link, Served, running
 from bench.endpoint import Address, Connection
 from bench.ideal import ideal
 from bench.kv_pools import RoomError, cached, check_room
+from bench.overlap import overlaps
 from bench.percentiles import Percentiles
 from bench.target import ModelCounters, Target
 from bench.waits import admission, waits
@@ -29,7 +30,9 @@ from tests.daemon.instance import scripts
 from trouterd.api.batching import _learned
 from trouterd.batching.bound import ideal as bound
 from trouterd.batching.network import Network, StepTime
+from trouterd.batching.report import Step
 from trouterd.metrics import merge
+from trouterd.worker.observer import LATEST
 from trouterd.worker.stats import Stats
 
 pytestmark = pytest.mark.timeout(180)
@@ -46,8 +49,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def target(served: Served, model: str, link: Link | None = None) -> Target:
-    counters = over_control(link, ["small", "large"]) if link else None
-    return Target(f"trouterd {model}", f"unix:{served.socket}", model, 1, counters=counters, large="large")
+    names = ["small", "large"]
+    counters, steps = (over_control(link, names), steps_over_control(link, names)) if link else (None, None)
+    url = f"unix:{served.socket}"
+    return Target(f"trouterd {model}", url, model, 1, counters=counters, steps=steps, large="large")
 
 
 @pytest.mark.parametrize("control", [False, True])
@@ -61,6 +66,13 @@ async def test_a_route(served: Served, control: bool) -> None:
     assert parts == sorted(parts)
     assert (window.system, window.workload, window.streams) == ("trouterd chance", "20/60", 3)
     assert window.seconds >= 1.5
+    if control:
+        # Scripts take their time whatever runs beside them.
+        for name, own in window.overlap.items():
+            assert own.batch == pytest.approx(window.batch[name], rel=0.3)
+            assert own.step_ms >= STEP_MS[name]
+            assert 0 < own.overlap_ms <= own.step_ms
+    assert bool(window.overlap) == control
     counted = window.extra["counted"]
     assert isinstance(counted, float)
     assert window.tokens_per_second == pytest.approx(counted, rel=0.35)
@@ -167,6 +179,28 @@ async def test_windows_have_new_prompts_and_the_draws_of_their_seed(
     monkeypatch.setattr(window_module, "NONCE", window_module.NONCE + 1)
     second, _ = await asked_of(tmp_path, seed=1)
     assert not {*first} & {*second}
+
+
+def test_for_how_long_models_ran_side_by_side() -> None:
+    steps = {
+        # The window begins at 1; a prompt from 3 to 4 is no step of its own, but runs beside the other model's.
+        "small": [Step(0.5, 1.0, 1), Step(1.5, 1.0, 2), Step(3.0, 1.0, 0), Step(4.5, 1.0, 4), Step(8.0, 1.0, 1)],
+        "large": [Step(2.0, 3.0, 8)],
+        "idle": [],
+    }
+    found = overlaps(steps, 1.0, 8.5)
+    assert found.keys() == {"small", "large"}
+    assert (found["small"].steps, found["small"].batch, found["small"].step_ms) == (2, 3.0, 1e3)
+    assert found["small"].overlap_ms == pytest.approx(500)
+    assert (found["large"].steps, found["large"].batch, found["large"].step_ms) == (1, 8.0, 3e3)
+    assert found["large"].overlap_ms == pytest.approx(2e3)
+
+
+def test_steps_that_nobody_has_kept_are_missing_of_all_models() -> None:
+    small = [Step(10.0 + number, 0.5, 1) for number in range(LATEST)]
+    found = overlaps({"small": small, "large": [Step(2.0, 1.0, 4), Step(11.25, 1.0, 4)]}, 1.0, 20.0)
+    assert found["large"].steps == 1
+    assert found["large"].overlap_ms == pytest.approx(500)
 
 
 def test_percentiles() -> None:

@@ -67,6 +67,18 @@ def test_prompts_are_busy_time_but_no_sample_of_a_step() -> None:
     observer.ready(2.0)
     assert observer.busy_seconds == 1.0
     assert observer.report(2.0, 3, 0).steps == []
+    assert [step.requests for step in observer.since(0.0)] == [0]
+
+
+def test_the_latest_steps_stay_for_whoever_measures() -> None:
+    observer = Observer(Stats())
+    for begin in (1.0, 2.0, 3.0):
+        ended(observer, begin, begin + 0.5)
+        observer.ready(begin + 0.75)
+    observer.report(4.0, 3, 0)
+    assert [step.begin for step in observer.since(2.75)] == [3.0]
+    assert [step.begin for step in observer.since(2.5)] == [2.0, 3.0]
+    assert len(observer.since(0.0)) == 3
 
 
 def test_a_hand_off_is_timed_from_both_sides() -> None:

@@ -105,7 +105,10 @@ class Batching:
         return {name: msgspec.convert(answer, Report) for name, answer in answers.items() if "error" not in answer}
 
     def _recompute(self) -> bool:
-        obeyed = self._control.config.batching.mode == "auto"
+        batching = self._control.config.batching
+        obeyed = batching.mode == "auto"
+        for controller in self.controllers:
+            controller.turns = not batching.overlap
         with _yielding():
             changed = [controller.recompute(time.monotonic(), obeyed=obeyed) for controller in self.controllers]
         return any(changed)

@@ -122,11 +122,16 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         " (0: GPUs of their own; 1: time slices of one)",
     )
     plan.add_argument(
+        "--turns",
+        action="store_true",
+        help="two models that share GPUs run one at a time (batching.overlap = false)",
+    )
+    plan.add_argument(
         "--placement",
         type=_list_of(_placement),
         default=(),
         metavar="LIST",
-        help="shared: the models of a pair on the same GPUs under MPS, 1.8,0.06 without --contention; separate: each on its own;"
+        help="shared: the models of a pair on the same GPUs under MPS, 0.25,4 without --contention; separate: each on its own;"
         " both give a table each",
     )
     plan.add_argument(

@@ -31,7 +31,8 @@ def ideal(network: Network, concurrency: int, shares: Sequence[float] | None = N
     return min(
         float(1 / per_step.max()),
         _without_waiting(parts, times, sizes, network.handoff * network.handoffs_per_step(parts.tolist())),
-        _shared(per_step, network.contention),
+        # One at a time is no better than time slices.
+        _shared(per_step, (1.0,) * network.size if network.turns else network.contention),
     )
 
 

@@ -60,6 +60,8 @@ def build_network(options: argparse.Namespace) -> Network:
         NetworkError: options that do not fit together, or a file that cannot be used.
     """
     names: tuple[str, ...] = ()
+    if options.turns and any(options.contention):
+        raise NetworkError("--contention: models that take turns (--turns) never run side by side")
     if options.context and not options.step:
         raise NetworkError("--context belongs to --step; times of --latency-ms hold at any context")
     if options.step:
@@ -79,7 +81,8 @@ def build_network(options: argparse.Namespace) -> Network:
     named = {"rewrite": rewrite_commit, "keep": keep_commit}
     commit = named[options.commit](count) if options.commit in named else options.commit
     decode = tuple(time.decode for time in times)
-    network = fed(Network(decode, routing, commit, names=names, handoff=options.handoff_ms / 1e3), times)
+    handoff = options.handoff_ms / 1e3
+    network = fed(Network(decode, routing, commit, names=names, handoff=handoff, turns=options.turns), times)
     _check_apart(network.step_times, max(options.concurrency))
     return network
 
@@ -140,7 +143,8 @@ class _Report:
         )
         gpus = self._place.gpus
         where = f"{self._concurrency} requests in flight on {gpus} GPU{'s'[: gpus > 1]}"
-        yield f"{where}; share of steps: {shares}{rows_told(self._network)}"
+        in_turns = "; one model at a time" if self._network.turns else ""
+        yield f"{where}; share of steps: {shares}{rows_told(self._network)}{in_turns}"
         yield ""
         head = ("THRESHOLDS", "TOKEN/S", "MS/TOKEN", "GPU-S/1,000 TOKENS", "OF IDEAL", "METHOD", "")
         yield from table(head, [self._cells(judged) for judged in self._found.judged])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,8 @@ Matrix = tuple[tuple[float, ...], ...]
 _SUM_TOLERANCE = 1e-6
 _SQUARINGS = 60
 """Of a lazy transition matrix: 2^60 moves, after which the slowest chain has settled."""
+_UNSETTLED = 1e-8
+"""Error of a stationary law beyond which it is none."""
 _NEVER = 1e-9
 """Share of steps of a model that is left for good."""
 
@@ -86,6 +88,7 @@ class Network:
         handoff: seconds from the end of a step, when its model is ready for the next one, until a request that it handed over is
             ready at the receiver.
         decode_times: of each model's steps without routing, where a request feeds one row; () where `step_times` are the same.
+        turns: one model runs at a time (`batching.overlap = false`), so that contention does not matter; of two models.
 
     Raises:
         NetworkError: sizes that do not fit, rows that are no distribution, values out of range.
@@ -98,6 +101,7 @@ class Network:
     names: tuple[str, ...] = ()
     handoff: float = 0.0
     decode_times: tuple[StepTime, ...] = ()
+    turns: bool = False
     shares: tuple[float, ...] = field(init=False, repr=False, compare=False)
     """Of each model in all steps, in the long run of a request that starts at the entry."""
 
@@ -117,6 +121,8 @@ class Network:
             raise NetworkError(f"contention: factors must be 0 or more, got {list(self.contention)}")
         if not (math.isfinite(self.handoff) and self.handoff >= 0):
             raise NetworkError(f"handoff: {self.handoff} s must be 0 or more")
+        if self.turns and count > 2:
+            raise NetworkError(f"turns: known for two models, not for {count}")
         _check_matrix("routing", self.routing, count)
         _check_matrix("commit", self.commit, count)
         for row in self.routing:
@@ -196,7 +202,7 @@ class Network:
         step_times, decode_times = (
             tuple(time.zoomed(factor) for time in times) for times in (self.step_times, self.decode_times)
         )
-        return Network(step_times, self.routing, self.commit, self.contention, self.names, self.handoff, decode_times)
+        return replace(self, step_times=step_times, decode_times=decode_times)
 
 
 def rewrite_commit(count: int) -> Matrix:
@@ -225,3 +231,17 @@ def long_run(moves: Floats, start: Floats) -> Floats:
         lazy = lazy @ lazy
         lazy /= lazy.sum(axis=1, keepdims=True)
     return np.asarray(start @ lazy)
+
+
+def stationary(moves: Floats, start: Floats) -> Floats:
+    """The law that a transition matrix leaves as it is; of several ones, that which the start leads to."""
+    equations = moves.T - np.eye(len(moves))
+    equations[-1] = 1.0
+    right = np.zeros(len(moves))
+    right[-1] = 1.0
+    try:
+        law = np.asarray(np.linalg.solve(equations, right), dtype=np.float64)
+    except np.linalg.LinAlgError:
+        return long_run(moves, start)
+    settled = np.abs(law @ moves - law).max() < _UNSETTLED and law.min() > -_UNSETTLED
+    return law if settled else long_run(moves, start)

@@ -69,6 +69,7 @@ class Outlook:
                     "gpus": placement.gpus,
                     "gpus_of_large_only": placement.alone,
                     "contention": placement.network.contention,
+                    "turns": placement.network.turns,
                     "shares": placement.network.shares,
                     "rows_per_step": placement.network.rows_per_step,
                     "expected": [self._facts(placement, one) for one in found],
@@ -135,4 +136,5 @@ def _title(placement: Placement) -> str:
     factors = ", ".join(f"{name} {factor:g}" for name, factor in zip(network.names, network.contention, strict=True))
     shares = ", ".join(f"{name} {share:.1%}" for name, share in zip(network.names, network.shares, strict=True))
     slowed = f"; contention: {factors}" if any(network.contention) else ""
+    slowed = "; one model at a time" if network.turns else slowed
     return f"{where}; share of steps: {shares}{rows_told(network)}{slowed}"

@@ -18,7 +18,8 @@ class Instant:
     ready: tuple[int, ...]
     """Per model, requests that wait for a step there."""
     oldest: tuple[float, ...]
-    """Per model, when the first of them became ready; infinity if there is none."""
+    """Per model, from when on the first of them counts its wait: of a hand-off, from when it was handed over; infinity if there is
+    none."""
     running: tuple[bool, ...]
     active: int
     """Requests that have not ended."""
@@ -101,6 +102,36 @@ class Delayed:
 def constant(thresholds: Sequence[int], linger: float | None = None) -> Delayed:
     """Thresholds that hold whatever number of requests is active; all 1: eager execution."""
     return Delayed([[threshold] for threshold in thresholds], linger)
+
+
+class Turns:
+    """Thresholds as `Delayed` has them, but one model at a time, as `batching.overlap = false` has it.
+
+    Of two models that may launch the one goes that has not had the last turn. A turn takes as long to pass on as a hand-off does:
+    those who have just left find the next model's launch.
+    """
+
+    barrier = False
+
+    def __init__(self, thresholds: Sequence[int]) -> None:
+        self._delayed = constant(thresholds)
+        self._last = -1
+
+    def launches(self, instant: Instant) -> Sequence[int]:
+        """One model, when none runs."""
+        if any(instant.running):
+            return []
+        found = self._delayed.launches(instant)
+        others = [model for model in found if model != self._last]
+        if others:
+            if instant.moving:
+                return []
+            self._last = min(others, key=lambda model: (model - self._last - 1) % len(instant.ready))
+        return [self._last] if found else []
+
+    def wake(self, instant: Instant) -> float:
+        """Never."""
+        return self._delayed.wake(instant)
 
 
 class Synchronous:

@@ -8,6 +8,7 @@ from trouterd.batching.launch import clamp
 from trouterd.batching.network import Network
 from trouterd.batching.pair import Pair, fold
 from trouterd.batching.reduction import Reduction
+from trouterd.batching.turns import TurnChain
 
 WHOLE = 48
 """Requests up to which a system is solved as it is; above, each of so many stands for several."""
@@ -35,9 +36,13 @@ class Predictor:
         return self.network.size == 2 or not any(self.network.contention)
 
     def covers(self, thresholds: Sequence[int]) -> bool:
-        """Whether it can judge these, reliably: of three or more models only the slowest may wait."""
+        """Whether it can judge these, reliably."""
+        return self.reliable and self.judges(thresholds)
+
+    def judges(self, thresholds: Sequence[int]) -> bool:
+        """Whether it can judge these at all: of three or more models only the slowest may wait."""
         others = [threshold for model, threshold in enumerate(thresholds) if model != self.slow_model]
-        return self.reliable and (len(others) == 1 or set(others) == {1})
+        return len(others) == 1 or set(others) == {1}
 
     def steps_per_second(self, active: int, thresholds: Sequence[int]) -> float:
         """Predicted requests' steps of all models; times `network.tokens_per_step` for tokens/s.
@@ -67,22 +72,23 @@ class Predictor:
 
     def split(self, thresholds: Sequence[int]) -> tuple[int, int]:
         """Those of the fast and of the slow server of the pair."""
-        others = [threshold for model, threshold in enumerate(thresholds) if model != self.slow_model]
-        if len(others) > 1 and set(others) != {1}:
+        if not self.judges(thresholds):
             raise ValueError(f"thresholds {list(thresholds)}: of three or more models only the slowest may wait here")
-        return others[0], thresholds[self.slow_model]
+        other = next(model for model in range(len(thresholds)) if model != self.slow_model)
+        return thresholds[other], thresholds[self.slow_model]
 
     def join(self, fast: int, slow: int) -> tuple[int, ...]:
         """The other way round: one threshold per model."""
         fast = fast if self.network.size == 2 else 1
         return tuple(slow if model == self.slow_model else fast for model in range(self.network.size))
 
-    def reduction(self, active: int, fast_threshold: int) -> Reduction:
+    def reduction(self, active: int, fast_threshold: int) -> Reduction | TurnChain:
         """Of `active` requests, or of WHOLE that stand for them."""
         if self.pair is None:
             raise ValueError("only one model is used: there is nothing to reduce")
         factor = max(1.0, active / WHOLE)
-        return Reduction(self.pair.zoomed(factor), min(active, WHOLE), fast_threshold)
+        solver = TurnChain if self.network.turns else Reduction
+        return solver(self.pair.zoomed(factor), min(active, WHOLE), fast_threshold)
 
 
 def rescaled(pair: tuple[int, int], active: int, size: int) -> tuple[int, int]:

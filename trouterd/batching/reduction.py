@@ -15,11 +15,10 @@ import math
 import numpy as np
 
 from trouterd.batching.binomial import pmf
-from trouterd.batching.network import Floats, long_run
+from trouterd.batching.network import Floats, stationary
 from trouterd.batching.pair import Pair
 
 _MEAN_FIELD_ROUNDS = 4
-_UNSETTLED = 1e-8
 _MEAN_WAIT = 0.5
 """Of a fast step: how long one who comes back waits for the fast model."""
 
@@ -57,7 +56,7 @@ class Reduction:
         below = self._waiting[first - 1 :, :first] @ self._visits[:first, :first]
         launch = self._waiting[first - 1 :, first:] + below @ self._jumps[:first, first:]
         # All requests begin at the fast model.
-        law = _stationary(launch, self._visits[0, :first] @ self._jumps[:first, first:])
+        law = stationary(launch, self._visits[0, :first] @ self._jumps[:first, first:])
         pauses = below @ self._pauses[:first] + (self._waiting * self._away)[first - 1 :, :first].sum(axis=1)
         seconds = self._durations[first - 1 :] + pauses
         return float(law @ self._launches[first - 1 :] / (law @ seconds) / self._pair.slow_share)
@@ -149,17 +148,3 @@ class Reduction:
             jumps[waiting, waiting + 1 :] = row[1 : size - waiting] / chance
         pauses = np.append(self._pair.fast.seconds(present.astype(np.float64)) / some, 0.0)
         return jumps, pauses
-
-
-def _stationary(moves: Floats, start: Floats) -> Floats:
-    """The law that a transition matrix leaves as it is; of several ones, that which the start leads to."""
-    equations = moves.T - np.eye(len(moves))
-    equations[-1] = 1.0
-    right = np.zeros(len(moves))
-    right[-1] = 1.0
-    try:
-        law = np.asarray(np.linalg.solve(equations, right), dtype=np.float64)
-    except np.linalg.LinAlgError:
-        return long_run(moves, start)
-    settled = np.abs(law @ moves - law).max() < _UNSETTLED and law.min() > -_UNSETTLED
-    return law if settled else long_run(moves, start)

@@ -37,7 +37,8 @@ class Found:
 def search(predictor: Predictor, active: int, max_batch: int | None = None) -> Found:
     """By the reduction: a coarse pass over candidates of the slow model, then the neighbours of the best.
 
-    The fast model waits too where models slow each other down: eighths of the requests are tried for it, or everything up to 6.
+    The fast model waits too where models slow each other down or take turns: eighths of the requests are tried for it, or
+    everything up to 6.
 
     Args:
         predictor: of the network.
@@ -81,7 +82,9 @@ def frugal(rates: dict[tuple[int, ...], float]) -> tuple[int, ...]:
 
 def _fast_candidates(predictor: Predictor, size: int, most: int) -> Sequence[int]:
     pair = predictor.pair
-    if pair is None or predictor.network.size > 2 or pair.fast_contention == pair.slow_contention == 0:
+    if pair is None or predictor.network.size > 2:
+        return (1,)
+    if not predictor.network.turns and pair.fast_contention == pair.slow_contention == 0:
         return (1,)
     if size <= _FEW:
         return range(1, most + 1)

@@ -11,7 +11,7 @@ from trouterd.batching.chain import ChainError, solve
 from trouterd.batching.launch import feasible
 from trouterd.batching.network import Network
 from trouterd.batching.policies import constant
-from trouterd.batching.predictor import Predictor
+from trouterd.batching.predictor import WHOLE, Predictor
 from trouterd.batching.search import all_feasible, frugal, search
 from trouterd.batching.simulator import simulate
 from trouterd.batching.workload import MarkovWorkload
@@ -91,7 +91,7 @@ def _coarse(models: int, active: int, max_batch: int | None) -> Sequence[tuple[i
 
 def _judge(predictor: Predictor, active: int, thresholds: tuple[int, ...]) -> Judged:
     network = predictor.network
-    if active <= EXACT:
+    if active <= EXACT and not network.turns:
         try:
             result = solve(network, active, thresholds, most=_EXACT_STATES)
         except ChainError:
@@ -100,7 +100,8 @@ def _judge(predictor: Predictor, active: int, thresholds: tuple[int, ...]) -> Ju
             return Judged(thresholds, result.tokens_per_second, "exact")
     if predictor.covers(thresholds):
         steps = predictor.steps_per_second(active, thresholds)
-        return Judged(thresholds, steps * network.tokens_per_step, "reduced")
+        method: Method = "exact" if network.turns and active <= WHOLE else "reduced"
+        return Judged(thresholds, steps * network.tokens_per_step, method)
     workload = MarkovWorkload(network.routing, active, _SEED)
     outcome = simulate(network, constant(thresholds), workload, _SIMULATED_STEPS)
     return Judged(thresholds, outcome.tokens_per_second, "simulated")

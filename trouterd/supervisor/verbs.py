@@ -51,6 +51,7 @@ class Verbs:
             "batching": self._batching,
             "batching-report": self._batching_report,
             "batching-lists": self._batching_lists,
+            "batching-steps": self._batching_steps,
             **Tracing(fleet).handlers,
         }
 
@@ -151,6 +152,14 @@ class Verbs:
         """For the controller: what workers have counted."""
         del args, who
         return await self._gather("batching-report", self._fleet.workers.values())
+
+    async def _batching_steps(self, args: dict[str, Any], who: str) -> dict[str, Any]:
+        """For measurements: every worker's steps that ended after `since`, seconds of time.monotonic()."""
+        del who
+        since = args.get("since")
+        if not isinstance(since, int | float):
+            raise Refused(f"since: expected seconds of the monotonic clock, got {since!r}")
+        return await self._gather("batching-steps", self._fleet.workers.values(), {"since": since})
 
     async def _batching_lists(self, args: dict[str, Any], who: str) -> dict[str, Any]:
         """From the controller, for every worker."""

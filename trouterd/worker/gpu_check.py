@@ -148,9 +148,9 @@ def may_use_megakernel(name: str, config: Config, host: Host) -> bool:
     """Whether a model's small steps run as one persistent kernel. Every model of a GPU finds the same answer on its own.
 
     The kernel's blocks wait for each other, so that all of them must be on the GPU at once. Two such kernels side by side
-    could each hold what the other waits for: of models that share a GPU one alone gets it, the one that says "on" or else
-    the one with the fewest weights: it takes most steps, and gains most where steps are short. A large model that is visited
-    feeds some tokens of every request at once, more rows than the kernel is fast at.
+    could each hold what the other waits for: of models that share a GPU those get it that say "on", several only on parts that
+    add up to one GPU; if none does, the one with the fewest weights: it takes most steps, and gains most where steps are short.
+    A large model that is visited feeds some tokens of every request at once, more rows than the kernel is fast at.
 
     Raises:
         ModelError: the model says "on" and cannot, with the reason.
@@ -160,27 +160,26 @@ def may_use_megakernel(name: str, config: Config, host: Host) -> bool:
         if problem := megakernel_problem(model, host):
             raise ModelError(f"models.{name}.megakernel: {problem}; set it to 'auto' or 'off'")
         return True
-    return bool(model.gpus) and _megakernel_owner(config, model.gpus[0], host) == name
+    return bool(model.gpus) and name in _megakernel_owners(config, model.gpus[0], host)
 
 
-def _megakernel_owner(config: Config, gpu: int, host: Host) -> str:
-    """Which model of a GPU has the persistent kernel; '' if none has it."""
+def _megakernel_owners(config: Config, gpu: int, host: Host) -> tuple[str, ...]:
+    """The models of a GPU that have the persistent kernel."""
     models = {name: config.models[name] for name in config.sharing(gpu)}
-    return megakernel_choice(models, lambda model: not megakernel_problem(model, host))
+    return megakernel_owners(models, lambda model: not megakernel_problem(model, host))
 
 
-def megakernel_choice(models: Mapping[str, Model], able: Callable[[Model], bool]) -> str:
-    """Which of the models of a GPU gets the persistent kernel; '' for none.
+def megakernel_owners(models: Mapping[str, Model], able: Callable[[Model], bool]) -> tuple[str, ...]:
+    """Which of the models of a GPU get the persistent kernel.
 
     Args:
         models: by name.
         able: whether a model that says "auto" can have it.
     """
-    for name, model in models.items():
-        if model.megakernel == "on":
-            return name
+    if asked := tuple(name for name, model in models.items() if model.megakernel == "on"):
+        return asked
     found = [name for name, model in models.items() if model.megakernel == "auto" and able(model)]
-    return min(found, key=lambda name: weights_per_gpu(models[name]), default="")
+    return tuple(sorted(found, key=lambda name: weights_per_gpu(models[name]))[:1])
 
 
 def megakernel_problem(model: Model, host: Host) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import takewhile
 
 from trouterd.batching.report import Report, Step
 from trouterd.worker.scheduler import Chunk
@@ -12,6 +13,8 @@ from trouterd.worker.stepper import Outcome
 
 STEPS = 1024
 """Steps that are kept between two reports."""
+LATEST = 1 << 14
+"""Steps that are kept for whoever measures: 10 s and more of a small model."""
 
 
 class Observer:
@@ -28,6 +31,8 @@ class Observer:
         self.busy_seconds = 0.0
         """Of all steps, what they cost around the model included."""
         self._steps: deque[Step] = deque(maxlen=STEPS)
+        self._latest: deque[Step] = deque(maxlen=LATEST)
+        """Those that fed a prompt among them, with 0 requests."""
         self._open: tuple[float, float, int] | None = None
         """Begin of a step with none behind it, when its outcome was seen, and its requests, 0 if it fed a prompt."""
         self._idle_since = float("inf")
@@ -81,14 +86,22 @@ class Observer:
 
     def _add(self, begin: float, end: float, requests: int) -> None:
         self.busy_seconds += end - begin
+        step = Step(begin, end - begin, requests)
+        self._latest.append(step)
         if requests:
-            self._steps.append(Step(begin, end - begin, requests))
+            self._steps.append(step)
+
+    def since(self, moment: float) -> list[Step]:
+        """The latest steps, from the first that ended after this time.monotonic() on; one that fed a prompt has 0 requests."""
+        found = list(takewhile(lambda step: step.begin + step.seconds > moment, reversed(self._latest)))
+        return found[::-1]
 
     def report(self, now: float, active: int, version: int) -> Report:
         """All counts, and the steps since the last report."""
         stats = self._stats
         report = Report(
             now=now,
+            since=stats.since,
             active=active,
             version=version,
             tokens=stats.tokens,

@@ -175,6 +175,11 @@ class Scheduler:
         return chunks
 
     @property
+    def wanted(self) -> bool:
+        """Something could be fed, if there is room for it: whether there is, `plan` has to tell."""
+        return bool(self.waiting or self._cold) or any(request.due for request in self.running)
+
+    @property
     def cold(self) -> bool:
         """A visitor's prompt is to be prefilled, and nothing is known to be in the way."""
         if self.short_of_room or self.waiting:

@@ -20,6 +20,8 @@ class Stats:
     """Counters of one worker since its start."""
 
     def __init__(self) -> None:
+        self.since = time.monotonic()
+        """When they began; of a worker that was started again it is another time."""
         self.steps = 0
         self.tokens = 0
         """Output tokens that this model wrote and committed."""
