@@ -65,6 +65,11 @@ def names() -> tuple[str, ...]:
     return tuple(sorted({*_builtin_names(), *(point.name for point in entry_points(group=GROUP))}))
 
 
+def is_builtin(name: str) -> bool:
+    """Whether this algorithm is one of our own, which does nothing but read its files when a side is built."""
+    return name in _builtin_names()
+
+
 def load(name_or_path: str, folder: Path | None = None) -> Definition:
     """The definition of an algorithm.
 

@@ -23,6 +23,7 @@ from bench.step_rig import Rig, TooLargeError
 from bench.step_shapes import SHAPES, write_shape
 from models.config import ModelError
 from models.weights import DTYPES
+from trouterd.worker.engine import use_device
 
 _MARGIN = 16
 """Tokens of context and of KV beside those that are asked for: whole pages."""
@@ -47,6 +48,7 @@ def main() -> int:
 
 def _open(options: argparse.Namespace) -> Rig:
     """The model with its graphs."""
+    use_device(torch.device(options.device))
     longest = options.context + options.rows + _MARGIN
     with tempfile.TemporaryDirectory() as folder:
         shape = options.source in SHAPES

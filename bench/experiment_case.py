@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +41,8 @@ class Case:
     """Those with the highest number are dropped first."""
     settle: float = 0.0
     """Seconds of load before the window."""
+    repeats: int = 1
+    """Windows of which it is the mean, each with load before it."""
     seconds: float = 0.0
     """Of its window at most; 0: as long as the others'."""
     prefill: float = 0.0
@@ -98,6 +100,16 @@ class Stage:
     """Starts it, given a folder."""
     cases: tuple[Case, ...]
 
+    def repeated(self, repeats: int) -> Stage:
+        """The same, with each window measured so often.
+
+        Raises:
+            CaseError: that is not once or more.
+        """
+        if repeats < 1:
+            raise CaseError(f"--repeats {repeats}: expected a number from 1 on")
+        return replace(self, cases=tuple(replace(case, repeats=repeats) for case in self.cases))
+
 
 def matching(cases: Sequence[Case], only: Sequence[str]) -> tuple[Case, ...]:
     """Those whose key matches one of some patterns of a shell; all for no pattern."""
@@ -106,7 +118,7 @@ def matching(cases: Sequence[Case], only: Sequence[str]) -> tuple[Case, ...]:
 
 def cost(case: Case, seconds: float) -> float:
     """Seconds that it takes, where its window has `seconds`."""
-    return 0.0 if case.instant else case.prefill + case.settle + length(case, seconds) + AROUND
+    return 0.0 if case.instant else case.repeats * (case.prefill + case.settle + length(case, seconds) + AROUND)
 
 
 def length(case: Case, seconds: float) -> float:

@@ -14,7 +14,7 @@ def details(group: Group) -> str:
     head = (
         *(*_WINDOW, "token/s", "x large only", "x routed daemon's large", "drawn", "at nominal rates", "of ideal"),
         *("predicted", "by model, token/s", "hand-offs / 100", "GPU-s / 1,000", "large steps / 1,000", "batches"),
-        *("steps, ms", "held, ms", "hand-off, ms"),
+        *("steps, ms", "held, ms", "hand-off, ms", "cached"),
     )
     rows = [
         (
@@ -34,6 +34,7 @@ def details(group: Group) -> str:
             by_model(one.record.window.get("step_ms")),
             one.of("extra", "held_ms"),
             one.of("extra", "handoff_ms"),
+            by_model(one.record.window.get("cached")),
         )
         for one in group.windows
     ]
@@ -41,17 +42,23 @@ def details(group: Group) -> str:
 
 
 def latencies(group: Group) -> str:
-    """What clients waited for, of every window: mean, and percentiles as far as there are enough of them."""
-    figures = [f"{what} {which}" for what in ("first token", "gap", "whole answer") for which in ("mean", *_PARTS)]
+    """What clients and requests waited for, of every window: mean, and percentiles as far as there are enough of them."""
+    figures = [f"{what} {which}" for what in _FIELDS.values() for which in _PARTS]
     rows = [
-        (*_window(group, one), *(of(one, field, key) for field in _FIELDS for key in ("mean", *_PARTS)))
+        (
+            *_window(group, one),
+            *(of(one, field, key) for field in _FIELDS for key in _PARTS),
+            one.of("extra", "request_estimate_ms"),
+            by_model({name: own["mean"] for name, own in (one.record.window.get("wait_ms") or {}).items()}),
+        )
         for one in group.windows
     ]
-    return table((*_WINDOW, *(f"{figure}, ms" for figure in figures)), rows, 4)
+    last = ("whole answer, estimated", "waited for a launch, by model")
+    return table((*_WINDOW, *(f"{figure}, ms" for figure in (*figures, *last))), rows, 4)
 
 
-_FIELDS = ("ttft_ms", "gap_ms", "request_ms")
-_PARTS = ("p50", "p95", "p99")
+_FIELDS = {"ttft_ms": "first token", "gap_ms": "gap", "request_ms": "whole answer", "admission_ms": "admission"}
+_PARTS = ("mean", "p50", "p95", "p99")
 
 
 def rate(one: Measured) -> str:

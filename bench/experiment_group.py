@@ -51,13 +51,14 @@ class Measured:
         Windows of before answers had seeds are left out with their whole answers: only such as had been cut short ended in them.
         """
         window = self.record.window
+        times = window.get(field) or {}
         if field == "request_ms" and "seed" not in window:
             return None
-        counts = {
-            "ttft_ms": self.case.streams if self.began_at_once else window["requests"],
-            "request_ms": window["requests"],
-        }
-        return self.of(field, key) if (counts.get(field) or 0) >= _LEAST.get(key, 1) or field == "gap_ms" else None
+        if field != "gap_ms" and "count" not in times:
+            # Of a file from before they were counted: as many requests began in a window as ended, or all at once before it.
+            count = self.case.streams if field == "ttft_ms" and self.began_at_once else window["requests"] or 0
+            return self.of(field, key) if count >= _LEAST.get(key, 1) else None
+        return self.of(field, key)
 
     @property
     def began_at_once(self) -> str:

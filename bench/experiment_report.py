@@ -64,7 +64,9 @@ _NOTES = """\
 - *measured* against a target is the fastest of the planned, learned and eager windows, chosen afterwards; *learned B* is what
   the daemon does unless told otherwise.
 - Times: means, medians, 95th percentiles of 20 or more, 99th of 100 or more. \\* behind a time to the first token: no request
-  began in the window, and it is that of all N beginning at once. *held*: for how long a launch was held back.
+  began in the window, and it is that of all N beginning at once. *held*: for how long a launch was held back;
+  *waited for a launch*: requests, from when they could take a row to the launch of it, *admission* for new ones alone. *Estimated*:
+  time to the first token, and the mean time per token for the others. *cached*: of the tokens that came to a model.
 - *of ideal*: of the token/s of requests that never wait, in steps as long as the window's in the mean and with its own moves: the
   part of their time that requests are in steps; for every system alike. *at the pace alone*: of their time, what the steps would
   take if they were as long as for that model alone with one row a request.
@@ -72,7 +74,6 @@ _NOTES = """\
   to its advantage.
 - *Std. Serving on vLLM*: the peer's script sends N requests of 100 and 64 tokens at once and waits for the last of them, prefill
   and drain included; beside it there is ours at `100/64`, which goes on with N requests all the time.
-- `3072/32768`: the middle of answers of 8,192 tokens, whose first 3,072 come as a prompt, since a window is too short for all.
 - N: requests in flight, closed loop. GPU-s: GPUs that the system keeps times seconds.
 """
 

@@ -98,12 +98,7 @@ class Scope:
         """Seconds of all first prompts, which hold half of an answer in the mean; 0 where no model is on a GPU."""
         if self.setup.placement == CPU:
             return 0.0
-        before, written, wanted = 0, 0.0, 0
-        for added, answer in find(workload).lengths:
-            written += answer * (before + added + answer / 2)
-            before += added + answer
-            wanted += answer
-        return streams * written / wanted / _PREFILL_RATE if wanted else 0.0
+        return streams * find(workload).under_way / _PREFILL_RATE
 
     def alone(self, workload: str, streams: Sequence[int], rank: int = 0) -> list[Case]:
         """Each model alone: what routing is compared with, and step times for the planner.

@@ -10,7 +10,7 @@ c  from 1 stream to 128
 d  the price of a hand-off: switching after every n tokens
 e  wrong thresholds of delayed batching
 f  one card, with and without limits, or a card each
-g  answers of 2,048 tokens, and the middle of answers of 8,192, from their 3,072nd token on
+g  answers of 2,048 tokens and of 8,192
 h  quality, share and throughput of every algorithm, on the demo pair
 
 Windows are measured by importance as long as --budget lasts, and the file is written after each of them. --list says what would be
@@ -47,6 +47,7 @@ from bench.experiment_windows import measuring
 from bench.patterns import ME, PATTERNS, Mixture, Pattern
 from bench.progress import Progress
 from bench.surroundings import surroundings
+from bench.window import NONCE
 from bench.workloads import find
 from trouterd.batching.network import NetworkError
 
@@ -61,9 +62,7 @@ _STAGES: dict[str, Callable[[Scope], list[Stage]]] = {
 }
 QUALITY = "h"
 _USUAL = ("low",)
-_LONG = "3072/32768"
-"""The middle of answers of 8,192 tokens, whose first 3,072 come as a prompt, since a window is too short for all of them. They
-are so long that hardly any ends in it."""
+_LONG = "high"
 _WORKLOADS = {"a": (*_USUAL, "agent", _LONG), "g": (*_USUAL, _LONG)}
 _HANDOFF_MS = 0.3
 """About what one takes between idle processes (docs/performance.md)."""
@@ -88,7 +87,7 @@ def _measure(options: argparse.Namespace) -> int:
     scope = _scope(options)
     scope.setup.check()
     stages = [replace(stage, cases=matching(stage.cases, options.only)) for stage in _STAGES[options.experiment](scope)]
-    stages = [stage for stage in stages if stage.cases]
+    stages = [stage.repeated(options.repeats) for stage in stages if stage.cases]
     if not stages:
         raise CaseError(f"--only {','.join(options.only)}: no window has such a key; --list shows them")
     if options.list:
@@ -104,6 +103,9 @@ def _measure(options: argparse.Namespace) -> int:
         "devices": list(setup.devices),
         "tensor_parallel": list(setup.tensor_parallel),
         "seconds": options.seconds,
+        "seed": options.seed,
+        "repeats": options.repeats,
+        "nonce": NONCE,
         "names": {pattern.key: pattern.name for pattern in scope.patterns},
         "heads": setup.has_heads,
         "std_servers": options.std_servers,
@@ -119,7 +121,7 @@ def _measure(options: argparse.Namespace) -> int:
         path,
         seconds=options.seconds,
         budget=options.budget,
-        measure=measuring(options.seconds, progress),
+        measure=measuring(options.seconds, options.seed, progress),
         steps=scope.steps,
         progress=progress,
     )
@@ -241,6 +243,10 @@ def _parser() -> argparse.ArgumentParser:
     windows.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of a window (20)")
     windows.add_argument("--settle", type=float, default=4.0, metavar="S", help="of load before a window (4)")
     windows.add_argument("--learn", type=float, default=20.0, metavar="S", help="the same for the controller (20)")
+    windows.add_argument("--seed", type=int, default=0, metavar="N", help="of what requests draw (0)")
+    windows.add_argument(
+        "--repeats", type=int, default=1, metavar="R", help="windows of each, with a seed of their own (1)"
+    )
     windows.add_argument("--only", type=_words, default=(), metavar="KEYS", help="windows by key, with * and ?")
     windows.add_argument(
         "--start", type=float, default=0.0, metavar="S", help="that a daemon takes to start and to end (45; CPU: 5)"
@@ -259,7 +265,7 @@ def _parser() -> argparse.ArgumentParser:
         default=(),
         metavar="LIST",
         help="for plans: by how much another running model prolongs a step, of all models or of each"
-        " (1.8,0.06 for two on one GPU; f measures it)",
+        " (0.25,4 for two on one GPU; f measures it)",
     )
     windows.add_argument("--handoff-ms", type=float, default=_HANDOFF_MS, metavar="MS", help="for plans (0.3)")
     windows.add_argument(

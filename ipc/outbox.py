@@ -88,9 +88,8 @@ class Outbox:
         if not self._spill:
             return False
         capacity = self.producer.segment.spec.capacity
-        # Twice the size covers the padding at the end of the buffer; an empty ring takes every message.
-        enough = max(capacity // 4, 2 * (RECORD_HEADER + aligned(len(self._spill[0][0]))))
-        return self.producer.free_bytes >= min(enough, capacity)
+        # An empty ring takes every message.
+        return self.producer.free_bytes >= min(max(capacity // 4, self._enough()), capacity)
 
     def _keep(self, payload: bytes, kind: int) -> None:
         self._spill.append((payload, kind))
@@ -99,12 +98,18 @@ class Outbox:
     def _full(self, payload: bytes) -> bool:
         return len(self._spill) >= self._max_records or self._bytes + len(payload) > self._max_bytes
 
+    def _enough(self) -> int:
+        """Free bytes with which the first spilled message certainly fits: twice its size covers the padding at the buffer's end."""
+        return 2 * (RECORD_HEADER + aligned(len(self._spill[0][0])))
+
     def _push_spilled(self) -> bool:
         """True once the spill is empty."""
         moved = False
         while self._spill:
-            # Published by one store: a consumer that wakes on this core at once would find the first one alone.
-            kind, alike = next(groupby(islice(self._spill, _TOGETHER), key=_kind))
+            # Published by one store: a consumer that wakes on this core at once would find the first one alone. But a ring that
+            # may be full is asked with the first one: many would be collected for nothing by every send.
+            most = _TOGETHER if self.producer.free_bytes >= self._enough() else 1
+            kind, alike = next(groupby(islice(self._spill, most), key=_kind))
             batch = [payload for payload, _ in alike]
             pushed = self.producer.try_push_many(batch, kind)
             for payload in batch[:pushed]:

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from algorithms.registry import AlgorithmError, load, validate_params
+import msgspec
+import torch
+
+from algorithms.base import Definition, RouteContext
+from algorithms.registry import AlgorithmError, is_builtin, load, validate_params
 from models.config import ModelConfig, ModelError
+from models.defer import defer_row
 from models.script import ScriptError, ScriptRunner
 from models.shape import Shape, load_shape
-from models.tokenizer import Tokenizer
+from models.tokenizer import Tokenizer, vocabulary_size
 from models.transformers_config import TransformersConfig
 from models.weights import Checkpoint, locate
+from trouterd.api.scores import ScoreError, Scores
 from trouterd.config import Config, Model, Route
 from trouterd.consistency import absence
 from trouterd.settings import PATH_PARAMS
@@ -20,7 +26,7 @@ from trouterd.worker.room import gpu_context, model_room, script_room
 
 
 def deep_problems(config: Config) -> list[str]:
-    """One line per problem, naming the key and the file: model directories, tokenizers of each route, algorithms."""
+    """One line per problem, naming the key and the file: model directories, tokenizers of each route, algorithms, trained heads."""
     host = Host.this()
     problems = [problem for name in config.models for problem in _model_problems(name, config, host)]
     problems += [problem for _, problem in memory_problems(config, host)]
@@ -124,12 +130,41 @@ def _load_tokenizer(folder: str) -> Tokenizer | ModelError:
 
 def _algorithm_problems(name: str, config: Config) -> Iterable[str]:
     route = config.routes[name]
+    absent = list(_absent_files(name, route))
     try:
-        validate_params(load(route.algorithm), route.params, route.models)
+        definition = load(route.algorithm)
+        params = validate_params(definition, route.params, route.models)
+        if not absent and is_builtin(route.algorithm) and hasattr(params, "checkpoint"):
+            _try_head(name, config, definition, params)
     except AlgorithmError as error:
         key = "models" if error.key == "models" else f"params.{error.key}" if error.key else "algorithm"
-        yield f"routes.{name}.{key}: {error}"
-    yield from _absent_files(name, route)
+        yield f"routes.{name}.{key}: {str(error).removeprefix(f'{error.key}: ')}"
+    except ScoreError as error:
+        yield str(error)
+    yield from absent
+
+
+def _try_head(name: str, config: Config, definition: Definition, params: msgspec.Struct) -> None:
+    """Read a route's trained head as its entry, or the api, will. Raises AlgorithmError or ScoreError."""
+    route = config.routes[name]
+    Scores(msgspec.structs.replace(config, routes={name: route}))
+    try:
+        context = _entry_context(route.models, config.models[route.models[0]])
+    except (ModelError, ScriptError):
+        return  # among the model's problems
+    definition.sides(0)(context, params)
+
+
+def _entry_context(models: list[str], entry: Model) -> RouteContext:
+    """What the entry's side will know of its model, with an embedding that has a width and no values."""
+    cpu = torch.device("cpu")
+    if entry.format == "script":
+        script = ScriptRunner.load(Path(entry.path))
+        return RouteContext(tuple(models), 0, script.vocab_size, script.hidden_size, cpu)
+    shape, vocabulary = load_shape(Path(entry.path)), vocabulary_size(entry.tokenizer_folder)
+    embedding = torch.empty(vocabulary, shape.hidden_size, device="meta")
+    defer = None if entry.load_format == "dummy" else defer_row(Path(entry.path))
+    return RouteContext(tuple(models), 0, vocabulary, shape.hidden_size, cpu, embedding, defer)
 
 
 def _absent_files(name: str, route: Route) -> Iterable[str]:

@@ -339,7 +339,10 @@ class Route(Section, frozen=True):
     max_stall: Annotated[
         int,
         Meta(
-            ge=1, description="Hand-offs without progress after which the holder must commit its own token.", extra=LIVE
+            ge=2,
+            description="Hand-offs without progress after which the holder must commit its own token. The way back from a visit is"
+            " one, so with 1 no token behind a visit could be routed.",
+            extra=LIVE,
         ),
     ] = 8
 

@@ -303,24 +303,20 @@ def _absolute(source: Source) -> dict[str, Any]:
     for name, section, table in _tables(Config, tree):
         for key in keys_of(section).values():
             if (name[0], key.name) in _PATH_KEYS and key.name in table:
-                try:
-                    table[key.name] = _absolute_path(key, table[key.name], source.folder)
-                except RuntimeError as error:  # what pathlib makes of ~NAME without such a user
-                    problem = f"{dotted((*name, key.name))}: no such home folder: {table[key.name]}"
-                    raise ConfigError([f"{source.name}: {problem}"]) from error
-        _resolve_params(table.get("params"), source.folder)
+                table[key.name] = _absolute_path(key, table[key.name], source, name)
+        _resolve_params(table.get("params"), source, name)
     return tree
 
 
-def _resolve_params(params: Any, folder: Path) -> None:
+def _resolve_params(params: Any, source: Source, table: tuple[str, ...]) -> None:
     """Make paths among an algorithm's parameters absolute."""
     if isinstance(params, dict):
         for name in PATH_PARAMS & params.keys():
             if isinstance(params[name], str) and params[name]:
-                params[name] = str(folder / params[name])
+                params[name] = _in_folder(params[name], source, (*table, "params", name))
 
 
-def _absolute_path(key: Key, value: str, folder: Path) -> str:
+def _absolute_path(key: Key, value: str, source: Source, table: tuple[str, ...]) -> str:
     if not value:
         return value
     if key.name == "algorithm" and not (value.endswith(".py") or "/" in value):
@@ -330,7 +326,15 @@ def _absolute_path(key: Key, value: str, folder: Path) -> str:
         if name in BUILTIN_MODELS:
             return str(importlib.resources.files("trouterd").joinpath("demo", name))
         return value
-    return str(folder / Path(value).expanduser())
+    return _in_folder(value, source, (*table, key.name))
+
+
+def _in_folder(value: str, source: Source, key: tuple[str, ...]) -> str:
+    """A path with its `~` resolved; a relative one is relative to the source's folder."""
+    try:
+        return str(source.folder / Path(value).expanduser())
+    except RuntimeError as error:  # what pathlib makes of ~NAME without such a user
+        raise ConfigError([f"{source.name}: {dotted(key)}: no such home folder: {value}"]) from error
 
 
 def _with_control(config: Config, home: Path) -> Config:

@@ -56,7 +56,7 @@ def rates(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     models = {}
     for name, new in now["models"].items():
         old = before["models"].get(name, {})
-        if "error" in new or "error" in old or not old or new["steps"] < old["steps"]:
+        if "error" in new or "error" in old or not old or new["since"] != old["since"]:
             models[name] = {"error": new.get("error", "it has just been started")}
             continue
         seconds = new["now"] - old["now"]

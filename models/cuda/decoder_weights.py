@@ -61,6 +61,11 @@ class DecoderWeights:
         }
         return sum(storages.values())
 
+    def matrix_shapes(self) -> list[tuple[int, int]]:
+        """(outputs, inputs) of this rank's products in a step, those of packed matrices left out."""
+        first = self.layers[0].matrices.values() if self.layers else ()
+        return [(matrix.shape[0], matrix.shape[1]) for matrix in (*first, self.head)]
+
     def _tensors(self) -> Iterator[torch.Tensor]:
         yield from (self.embedding, self.norm, self.head)
         for layer in self.layers:

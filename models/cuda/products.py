@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from models.config import ModelConfig
+from models.config import ModelConfig, ModelError
 
 _TOLERANCE = 4.0
 """Of a row's sum, in root mean squares of its elements: rounding makes less than one, a missing or doubled tile far more."""
@@ -26,6 +26,24 @@ def shapes_of(config: ModelConfig, vocab_size: int) -> tuple[tuple[int, int], ..
         (hidden, ffn),
         (vocab_size, hidden),
     )
+
+
+def check_products(
+    device: torch.device, dtype: torch.dtype, percent: int, shapes: Iterable[tuple[int, int]], rows: Sequence[int]
+) -> None:
+    """Try the products where MPS limits this process; arguments as of `wrong_product`.
+
+    Args:
+        percent: of the multiprocessors, to which it is limited; 0: it is not, and nothing is tried.
+
+    Raises:
+        ModelError: they come out wrong.
+    """
+    if percent and (wrong := wrong_product(device, dtype, shapes, rows)):
+        raise ModelError(
+            f"sm_percent: on {percent} % of the multiprocessors of {device} its matrix library gives wrong products ({wrong});"
+            " take another value, such as 50, or leave it out"
+        )
 
 
 def wrong_product(

@@ -34,6 +34,9 @@ class SplitModel:
     context_length: int | None = None
     ragged_prefill: bool = True
     """FlashInfer may run long prompts."""
+    sm_percent: int = 0
+    step_rows: tuple[int, ...] = ()
+    """Both as of `Load`."""
 
     def order(self, rank: int) -> Load:
         """What to tell a rank."""
@@ -48,6 +51,8 @@ class SplitModel:
             vocab_size=self.vocab_size,
             context_length=self.context_length,
             ragged_prefill=self.ragged_prefill,
+            sm_percent=self.sm_percent,
+            step_rows=self.step_rows,
         )
 
 

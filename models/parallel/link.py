@@ -42,6 +42,10 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     context_length: int | None
     ragged_prefill: bool
     """FlashInfer may run long prompts."""
+    sm_percent: int = 0
+    """To which MPS limits each rank; 0: to nothing."""
+    step_rows: tuple[int, ...] = ()
+    """Row counts of steps that products are tried with under such a limit."""
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):

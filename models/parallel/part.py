@@ -9,6 +9,7 @@ import torch
 
 from models.config import ModelError
 from models.cuda.kernels.overlap import can_overlap
+from models.cuda.products import check_products
 from models.cuda.shard import Shard
 from models.parallel.link import Load
 from models.rows import RowDecoder
@@ -37,7 +38,8 @@ Loader = Callable[[Load, Shard], Part]
 
 
 def load_part(order: Load, shard: Shard) -> Part:
-    """The CUDA decoder's part. Raises ModelError: naming file, field or device, or that the memory does not suffice."""
+    """The CUDA decoder's part. Raises ModelError: naming file, field or device, that the memory does not suffice, or that products
+    come out wrong on the part of the GPU that MPS leaves this rank."""
     from models.cuda.decoder import CudaDecoder
 
     try:
@@ -51,6 +53,7 @@ def load_part(order: Load, shard: Shard) -> Part:
             context_length=order.context_length,
             shard=shard,
         )
+        check_products(part.device, part.dtype, order.sm_percent, part.weights.matrix_shapes(), order.step_rows)
     except torch.OutOfMemoryError as error:
         share = f"1/{shard.world} of the weights of {order.path}"
         raise ModelError(f"{order.device}: not enough memory for {share}") from error

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from tests.batching.loads import load, paper_pair
 from trouterd.batching import state
 from trouterd.batching import trials as trials_module
-from trouterd.batching.controller import WAITING, Controller, Kept
+from trouterd.batching.controller import MOST, WAITING, Controller, Kept
 from trouterd.batching.estimate import ENOUGH, Estimator
 from trouterd.batching.groups import Group, fingerprint, groups_of
 from trouterd.batching.launch import feasible
@@ -27,7 +28,7 @@ from trouterd.batching.report import Report, Step
 from trouterd.batching.simulator import simulate
 from trouterd.batching.trials import FREEZE, HOLD, TRY, Trials
 from trouterd.batching.workload import MarkovWorkload
-from trouterd.config import Batching, Config, Model, Route, Server
+from trouterd.config import Batching, Config, Gpu, Model, Route, Server
 
 NAMES = ("small", "large")
 
@@ -52,6 +53,7 @@ class Daemon:
     runs: list[Counter[int]] = field(default_factory=lambda: [Counter(), Counter()])
     overlap: bool = False
     version: int = 0
+    since: list[float] = field(default_factory=lambda: [1.0, 2.0])
 
     def __post_init__(self) -> None:
         self.dice = np.random.default_rng(self.seed)
@@ -71,6 +73,7 @@ class Daemon:
             self.runs[model].update(self.dice.geometric(share, leaving).tolist())
             found[name] = Report(
                 now=self.now,
+                since=self.since[model],
                 active=self.active,
                 version=self.version,
                 tokens=self.tokens[model],
@@ -80,6 +83,13 @@ class Daemon:
                 steps=self._steps(model),
             )
         return found
+
+    def restart(self, model: int) -> None:
+        """Its worker dies and comes back."""
+        self.since[model] = self.now
+        self.decisions[model] = self.tokens[model] = 0
+        self.moves[model].clear()
+        self.runs[model].clear()
 
     def _steps(self, model: int) -> list[Step]:
         """Of one second. With `overlap`: 0.2 s together, 0.1 s small alone, 0.1 s large alone, and so on."""
@@ -238,8 +248,8 @@ def test_contention_is_told_from_steps_that_overlap_in_part(factor: float) -> No
             now += seconds + 2e-3
         estimator.observe(
             {
-                "small": Report(now, 8, 0, 0, 400 * part, {1: 200 * part}, {1: 200 * part}, small),
-                "large": Report(now, 8, 0, 0, 400 * part, {0: 400 * part}, {1: 400 * part}, large),
+                "small": Report(now, 0.0, 8, 0, 0, 400 * part, {1: 200 * part}, {1: 200 * part}, small),
+                "large": Report(now, 0.0, 8, 0, 0, 400 * part, {0: 400 * part}, {1: 400 * part}, large),
             }
         )
     found = estimator.network()
@@ -258,13 +268,56 @@ def test_too_little_is_known_at_first_and_after_a_restart_of_a_worker_counts_go_
     run(controller, daemon, 30)
     known = controller.estimator.learned["large"].decisions
     assert controller.lists
-    daemon.decisions[1], daemon.tokens[1] = 0, 0
-    daemon.moves[1].clear()
-    daemon.runs[1].clear()
+    daemon.restart(1)
     controller.observe(daemon.reports())
-    assert controller.estimator.learned["large"].decisions == known
+    assert controller.estimator.learned["large"].decisions > known
     run(controller, daemon, 10)
     assert controller.lists
+
+
+def test_a_worker_that_made_more_than_its_predecessor_is_another_one() -> None:
+    """Its counts are all new, and what both made together is no throughput."""
+    network = Network.pair((StepTime.affine(6e-3), StepTime.affine(28e-3)), 0.35, 0.8)
+    controller, daemon = Controller(group()), Daemon(network, 8)
+    run(controller, daemon, 2)
+    daemon.restart(1)
+    controller.observe(daemon.reports(6.0))
+    own = controller.estimator.learned["large"]
+    made = daemon.decisions[1]
+    assert own.decisions == pytest.approx(made, rel=0.2)
+    assert own.decisions > made
+    assert own.moves["small"] == pytest.approx(0.8 * own.decisions, rel=0.05)
+    assert controller.measured(daemon.now, 6.0) == (0.0, 0.0)
+
+
+def test_a_model_that_hardly_any_request_goes_to_keeps_nobody_waiting_for_it() -> None:
+    names = (*NAMES, "third")
+    controller, daemon = Controller(Group(names, (0, 1, 2), (False,) * 3, 256)), Daemon(paper_pair(), 8)
+    third = Report(now=0, since=3.0, active=1, version=0, tokens=0, decisions=0, moves={}, runs={}, steps=[])
+
+    def serve(seconds: int, steps: int) -> None:
+        nonlocal third
+        for _ in range(seconds):
+            reports = daemon.reports()
+            batches = [Step(daemon.now, 0.04, 1)] * steps
+            changes = {"now": daemon.now, "decisions": third.decisions + steps, "tokens": third.tokens + steps}
+            changes |= {"steps": batches, "moves": {0: (third.decisions + steps) // 4}}
+            third = msgspec.structs.replace(third, **changes)
+            moves = reports["small"].moves | {2: third.moves[0]}
+            controller.observe(
+                {**reports, "small": msgspec.structs.replace(reports["small"], moves=moves), "third": third}
+            )
+        controller.recompute(daemon.now)
+
+    serve(2, 0)
+    serve(1, 50)
+    assert controller.state == f"learning: third has given 50 of {ENOUGH} tokens", "it might be a large part"
+    serve(5, 0)
+    assert controller.network is not None
+    assert controller.network.names == NAMES
+    assert controller.lists.keys() == set(NAMES)
+    serve(2, 100)
+    assert controller.network.names == names
 
 
 def test_one_model_alone_is_no_network() -> None:
@@ -418,6 +471,18 @@ def test_runs_of_one_length_are_replayed() -> None:
     assert visits in (9, 10, 11)
 
 
+@pytest.mark.usefixtures("soon")
+def test_replays_that_commit_nothing_promise_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trouterd.batching.controller.geometric", lambda _: False)
+    monkeypatch.setattr("trouterd.batching.controller.rates", lambda *_: [0.0, 0.0])
+    monkeypatch.setattr("trouterd.batching.controller.best", lambda *_: (1, 3))
+    controller, daemon = Controller(group()), Daemon(paper_pair(), 8)
+    assert waiting_seconds(controller, daemon, 110) == 5
+    assert controller.state == "trying the other choice"
+    assert waiting_seconds(controller, daemon, 20) == 5
+    assert controller.trust == 1.0
+
+
 def test_runs_without_a_step_and_models_that_nobody_leaves_can_be_replayed() -> None:
     network = load("R2R 10%", "H")
     assert best(network, [{0: 1.0, 9: 100.0}, {0: 1.0}], 4, (1, 1), (1, 3))
@@ -442,6 +507,20 @@ def test_groups_are_what_routes_connect() -> None:
     assert [found.models for found in groups_of(config())] == [("small", "large")]
     joined = config(more=Route(models=["large", "other"]))
     assert [found.models for found in groups_of(joined)] == [("small", "large", "other")]
+
+
+def test_how_models_share_a_gpu_is_part_of_what_was_learned() -> None:
+    def on_gpus(first: Model, second: Model, mps: Literal["auto", "off"] = "auto") -> str:
+        routes = {"demo": Route(models=["small", "large"])}
+        return fingerprint(Config(gpu=Gpu(mps=mps), models={"small": first, "large": second}, routes=routes))
+
+    small, large = Model(path="s", device="cuda:0"), Model(path="l", device="cuda:0")
+    apart = msgspec.structs.replace(large, device="cuda:1")
+    changes = [{"megakernel_percent": 50}, {"sm_percent": 50}, {"megakernel": "off"}, {"depth": 1}]
+    others = [on_gpus(msgspec.structs.replace(small, **change), large) for change in changes]
+    others += [on_gpus(small, large, "off"), on_gpus(small, apart)]
+    assert len({on_gpus(small, large), *others}) == 1 + len(others)
+    assert on_gpus(small, apart, "off") == on_gpus(small, apart), "there is nothing to share"
 
 
 def test_learned_values_survive_a_restart(tmp_path: Path) -> None:
@@ -475,6 +554,39 @@ def test_a_file_of_other_models_or_versions_is_ignored(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"version": 99}))
     assert state.load(path, print_) == {}
+
+
+def test_lists_of_a_file_are_cut_to_what_can_work() -> None:
+    few = Group(NAMES, (0, 1), (False, False), 3)
+    kept = Kept(lists={"small": [1, 2, 9], "large": [5, 2, 2, 4], "other": [2]}, trust=99.0)
+    controller = Controller(few, kept)
+    assert controller.lists == {"small": [1, 1, 2, 2], "large": [1, 2, 2, 3]}
+    assert controller.trust == 1.5
+    for n in range(1, 5):
+        assert feasible([values[n - 1] for values in controller.lists.values()], n)
+    fine: dict[str, list[int]] = {"large": [1, 2, 2, 3]}
+    assert Controller(few, Kept(lists=fine)).lists == fine
+    assert Controller(few, Kept(lists={"large": []})).lists == {}
+    assert len(Controller(few, Kept(lists={"large": [1] * 10_000})).lists["large"]) == MOST
+
+
+@pytest.mark.parametrize(
+    ("group", "field"),
+    [
+        ({"lists": {"large": [1, 0]}}, "lists"),
+        ({"learned": {"large": {"decisions": -1}}}, "decisions"),
+        ({"learned": {"large": {"runs": {"4": 0.0}}}}, "runs"),
+        ({"learned": {"large": {"points": [[1, 0.0]]}}}, "points"),
+        ({"learned": {"large": {"contention": -0.5}}}, "contention"),
+    ],
+)
+def test_a_file_with_values_that_cannot_be_is_ignored(
+    group: dict[str, object], field: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "batching.json"
+    path.write_text(json.dumps({"version": state.VERSION, "fingerprint": "x", "groups": {"small": group}}))
+    assert state.load(path, "x") == {}
+    assert field in caplog.text
 
 
 def test_a_folder_that_is_not_there_costs_the_file_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -32,7 +32,7 @@ def test_reference_values(case: Reference) -> None:
     assert found.steps_per_second == predictor.steps_per_second(case.concurrency, found.thresholds)
 
 
-@pytest.mark.parametrize("contention", [(0, 0), (1, 1), (1.8, 0.06)])
+@pytest.mark.parametrize("contention", [(0, 0), (1, 1), (1.8, 0.06), (0.25, 4)])
 @pytest.mark.parametrize("moves", [(0.35, 1.0), (1 / 9, 1.0), (0.15, 0.15)])
 def test_exact_chain(moves: tuple[float, float], contention: tuple[float, float]) -> None:
     """Wherever both run: throughput, and what the choice costs."""
@@ -54,7 +54,7 @@ def test_published_tokens() -> None:
 
 
 @pytest.mark.parametrize("thresholds", [(1, 1), (2, 14), (8, 9)])
-@pytest.mark.parametrize("contention", [(0.5, 0.5), (1.8, 0.06)])
+@pytest.mark.parametrize("contention", [(0.5, 0.5), (1.8, 0.06), (0.25, 4)])
 def test_simulator_under_partial_contention(contention: tuple[float, float], thresholds: tuple[int, int]) -> None:
     pair = Network.pair((StepTime.affine(1, 0.01), StepTime.affine(8, 0.05)), 0.35, contention=contention)
     outcome = simulate(pair, constant(thresholds), MarkovWorkload(pair.routing, 16, 3), 20_000)

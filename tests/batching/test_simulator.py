@@ -97,6 +97,16 @@ def test_lone_request_is_let_go_by_linger_and_by_guard() -> None:
     assert policy.reasons[Reason.GUARD] == 7
 
 
+def test_the_way_of_a_hand_off_is_no_hold() -> None:
+    network = Network.pair((StepTime.affine(1), StepTime.affine(2)), 0.5, handoff=0.25)
+    alone = simulate(network, constant((1, 1)), ScriptWorkload([[0, 1, 0, 1]]), 100)
+    assert alone.longest_hold == 0
+    assert alone.seconds == pytest.approx(6.75)
+    # The first one comes at 1.25 s, the second at 2.25 s.
+    both = simulate(network, constant((1, 2)), ScriptWorkload([[0, 1], [0, 0, 1]]), 100)
+    assert both.longest_hold == pytest.approx(1.0)
+
+
 def test_dead_end_is_told() -> None:
     network = Network.pair((StepTime.affine(1), StepTime.affine(2)), 0.5)
     with pytest.raises(StalledError, match="1 requests|nothing is launched"):

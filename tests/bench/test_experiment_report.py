@@ -195,10 +195,30 @@ def test_times_that_there_are_enough_of() -> None:
     asked = case(R2R, 16, "planned")
     times = {"mean": 2.0, "p50": 1.5, "p95": 3.0, "p99": 4.0}
     repeats = [{"seed": seed, "tokens_per_second": rate} for seed, rate in enumerate((380.0, 420.0))]
-    few = {"requests": 30, "request_ms": times, "seed": 1, "repeats": repeats}
+    few = {"requests": 30, "request_ms": times, "seed": 1, "repeats": repeats, "admission_ms": times | {"count": 10}}
+    few |= {"wait_ms": {"small": times, "large": times}, "extra": {"request_estimate_ms": 9000.0}}
     group = Group([result("a", [Record(asked, window(asked, 400.0, **few))])])
     (row,) = rows(latencies(group), "R2R, p = 0.35")
-    assert row[5:] == ["2", "1.5", "3", "-", "2", "1.5", "3", "4", "2", "1.5", "3", "-"]
+    assert row[5:] == [
+        "2",
+        "1.5",
+        "3",
+        "-",
+        "2",
+        "1.5",
+        "3",
+        "4",
+        "2",
+        "1.5",
+        "3",
+        "-",
+        "2",
+        "1.5",
+        "3",
+        "4",
+        "9,000",
+        "2, 2",
+    ]
     assert rows(details(group), "R2R, p = 0.35")[0][5] == "400 (380 to 420)"
     with_large = Group([result("a", [Record(asked, window(asked, 400.0, **few)), record(case("large", 16), 200.0)])])
     assert rows(targets_table([with_large]), "R2R, p = 0.35 / large only")[2][4] == "2 (1.9 to 2.1)"
@@ -206,7 +226,7 @@ def test_times_that_there_are_enough_of() -> None:
     (row,) = rows(latencies(Group([result("a", [Record(asked, at_once)])])), "R2R, p = 0.35")
     assert row[5:9] == ["2\\*", "1.5\\*", "-", "-"], "of sixteen"
     # Of an answer that a window has seen whole nothing is known without a seed: they had been cut short.
-    assert row[13:] == ["-"] * 4
+    assert row[13:] == ["-"] * 10
 
 
 def test_targets_are_for_one_pair_on_one_card() -> None:

@@ -120,6 +120,13 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert all("/low/" in line for line in kept)
 
 
+def test_repeats_cost_their_time(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = ["--experiment", "e", *SCRIPTS, "--streams", "4", "--only", "*/r2r-35/planned/*", "--list"]
+    for repeats, seconds in ((1, 25), (3, 75)):
+        assert main([*listed, "--repeats", str(repeats)]) == 0
+        assert f"trouterd/low/r2r-35/planned/4   importance 1, {seconds} s" in capsys.readouterr().out
+
+
 def test_a_sweep_of_one_card_fits_into_seven_minutes(capsys: pytest.CaptureFixture[str]) -> None:
     """Of a machine on which a daemon takes 35 s to start: every division, and turns by plan."""
     pair = ["--small", "Qwen3-0.6B", "--large", "Qwen3-32B", "--devices", "cuda:0"]
@@ -201,6 +208,7 @@ def test_every_experiment_can_be_listed(capsys: pytest.CaptureFixture[str]) -> N
         (["--experiment", "a", *SCRIPTS, "--contention", "1,2,3"], "--contention: 3 given for 2 models"),
         (["--experiment", "a", *SCRIPTS, "--set", "small.dept=1"], "unknown key 'dept'; did you mean 'depth'?"),
         (["--experiment", "a", *SCRIPTS, "--model-set", "sm_percent=9"], "sm_percent: limits a model on a GPU"),
+        (["--experiment", "a", *SCRIPTS, "--repeats", "0", "--list"], "--repeats 0: expected a number from 1 on"),
         (["--experiment", "h"], "--output names the folder"),
     ],
 )
@@ -218,7 +226,7 @@ def test_setups() -> None:
     assert setup("cuda:0", "cuda:1").placement == "separate"
     assert setup("cuda:0", "cuda:0", tensor_parallel=(1, 2)).placement == "shared"
     assert setup("cuda:0", "cuda:0", tensor_parallel=(1, 2)).pair == "Qwen3-0.6B+Qwen3-32B-TP2"
-    assert setup("cuda:0", "cuda:0").contention == (1.8, 0.06)
+    assert setup("cuda:0", "cuda:0").contention == (0.25, 4.0)
     assert setup("cuda:0", "cuda:1").contention == ()
     given = Setup(("Qwen3-0.6B", "Qwen3-32B"), ("cuda:0", "cuda:1"), (1, 1), given_contention=(0.1, 4.0))
     assert given.contention == (0.1, 4.0)

@@ -33,6 +33,7 @@ from trouterd.api.scores import Scores
 from trouterd.api.services import Services
 from trouterd.config import Route, Server
 from trouterd.metrics import Family
+from trouterd.worker.gauges import gauges, totals
 from trouterd.worker.outbound import API
 from trouterd.worker.worker import Worker
 
@@ -111,7 +112,7 @@ class Stack(Cluster):
         return [
             family
             for name, worker in self.workers.items()
-            for family in worker.stats.families(name, self.names, worker.gauges(), worker.totals(), 0)
+            for family in worker.stats.families(name, self.names, gauges(worker), totals(worker), 0)
         ]
 
 

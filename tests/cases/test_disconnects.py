@@ -15,6 +15,7 @@ from ipc.messages import Abort, Message, PeerReq
 from models.tokenizer import Tokenizer
 from tests.api.harness import Client
 from tests.cases.stack import LARGE, SMALL, TEXT, Gate, Stack, chunks, eventually, route, samples, script, visits
+from trouterd.worker.gauges import gauges
 
 ENDLESS = {"max_tokens": 4000, "ignore_eos": True}
 STALE = ("stale_peer_msgs_total", "model=small")
@@ -78,7 +79,7 @@ async def test_c19b_pending_with_the_peer(tmp_path: Path, tokenizer: Tokenizer) 
         async with leaving(client) as request:
             await chunks(await request, 3)
             await peer.reached.wait()
-            assert stack.small.gauges()["requests_pending"] == 1
+            assert gauges(stack.small)["requests_pending"] == 1
         await aborts.wait()
         await eventually(stack.small.idle.is_set)
         assert stack.small.kv.counts()["owned"] == 0, "the entry does not wait for its peer"
@@ -91,10 +92,10 @@ async def test_c19c_waiting(tmp_path: Path, tokenizer: Tokenizer) -> None:
     stack = Stack({"small": endless("a", delay_ms=1), "large": endless("b")}, {"demo": route()}, tokenizer, max_slots=1)
     async with stack.serving(tmp_path) as client:
         first = asyncio.create_task(client.post(TEXT, {"model": "demo", "prompt": "y", "max_tokens": 200}))
-        await eventually(lambda: stack.small.gauges()["requests_running"])
+        await eventually(lambda: gauges(stack.small)["requests_running"])
         async with leaving(client):
-            await eventually(lambda: stack.small.gauges()["requests_waiting"])
-        await eventually(lambda: not stack.small.gauges()["requests_waiting"])
+            await eventually(lambda: gauges(stack.small)["requests_waiting"])
+        await eventually(lambda: not gauges(stack.small)["requests_waiting"])
         assert not first.done()
         assert (await first)[1]["choices"][0]["text"] == "a" * 200
         await nothing_left(stack, client)

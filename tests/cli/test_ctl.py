@@ -167,7 +167,7 @@ def test_every_change_of_a_verb_is_printed(fake: FakeDaemon, capsys: pytest.Capt
 def look(steps: int, tokens: int, now: float) -> dict[str, Any]:
     model = {"now": now, "mode": "auto", "threshold": 3, "thresholds": [1, 2, 3], "linger_ms": 56.0, "active": 4}
     model |= {"reasons": {"threshold": steps}, "queue": 0, "pending": 2, "tokens": tokens, "handoffs": tokens // 2}
-    model |= {"steps": steps, "step_requests": steps * 2.5, "held_seconds": now / 4}
+    model |= {"since": 1.0, "steps": steps, "step_requests": steps * 2.5, "held_seconds": now / 4}
     group = {"models": ["small", "large"], "state": "settled", "active": 4.0, "measured": 150.0, "predicted": 160.0}
     group |= {
         "ideal": 200.0,
@@ -220,7 +220,9 @@ def test_top_takes_rates_between_two_looks(capsys: pytest.CaptureFixture[str]) -
     view = json.loads(capsys.readouterr().out)
     assert view["models"]["small"]["tokens_per_second"] == 50.0
     assert view["groups"][0]["of_ideal"] == 0.75
-    assert top.rates(look(30, 200, 6.0), look(10, 100, 9.0))["models"]["small"] == {"error": "it has just been started"}
+    restarted = look(50, 300, 9.0)
+    restarted["models"]["small"]["since"] = 7.0
+    assert top.rates(look(30, 200, 6.0), restarted)["models"]["small"] == {"error": "it has just been started"}
 
 
 def test_show_without_an_api_says_so(fake: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,7 +79,7 @@ def test_every_event_has_its_place() -> None:
 class Daemon:
     """Answers the calls of one trace."""
 
-    def __init__(self, answers: dict[str, Any], events: dict[str, list[list[Event]]] | None = None) -> None:
+    def __init__(self, answers: dict[str, Any], events: dict[str, list[Any]] | None = None) -> None:
         self.answers, self.events = answers, {name: iter(parts) for name, parts in (events or {}).items()}
         self.left = iter([1e-3, 0.0])
         self.calls: list[str] = []
@@ -95,6 +95,8 @@ class Daemon:
                 return msgspec.to_builtins(self.answers)
             case "trace-read":
                 part = next(self.events[args["model"]])
+                if isinstance(part, str):
+                    return {"error": part}
                 return {"events": msgspec.msgpack.encode(part), "left": self.events[args["model"]].__length_hint__()}
         return None
 
@@ -137,6 +139,25 @@ def test_trace_writes_a_timeline_and_prints_shares(
     written = json.loads(file.read_text())
     assert written["traceEvents"] == list(chrome({"small": SMALL}, ["small", "large", "third"], 10.0))
     assert sum(written["otherData"]["models"]["small"]["shares"].values()) == 1
+
+
+def test_a_worker_that_dies_costs_its_own_events_alone(
+    talk: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = {"small": [SMALL[:5], "small died", SMALL[5:]], "large": [LARGE], "third": ["third is down"]}
+    talk(Daemon({"small": summary(), "large": summary(begin=10.5), "third": summary()}, events))
+    file = tmp_path / "t.json"
+    assert ctl.main(["trace", "--output", str(file)]) == ctl.EXIT_OK
+    assert capsys.readouterr().out.splitlines()[4:] == [
+        "small: the timeline lacks what had not been read: small died",
+        "large: its part begins 0.50 s late",
+        "third: the timeline lacks what had not been read: third is down",
+        f"timeline: {file}",
+    ]
+    written = json.loads(file.read_text())
+    read = {"small": SMALL[:5], "large": LARGE, "third": []}
+    assert written["traceEvents"] == list(chrome(read, ["small", "large", "third"], 10.0))
+    assert [model["unread"] for model in written["otherData"]["models"].values()] == ["small died", "", "third is down"]
 
 
 def test_summary_reads_no_events(talk: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

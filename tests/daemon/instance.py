@@ -48,6 +48,14 @@ class Instance:
         assert process.returncode == 0, errors.decode()
         return json.loads(output)
 
+    async def workers(self) -> dict[str, dict[str, Any]]:
+        """The workers' part of the status, when none of them misses the time that it gets to answer."""
+        async with asyncio.timeout(30):
+            while True:
+                workers: dict[str, dict[str, Any]] = (await self.ctl("status"))["workers"]
+                if not any("error" in answer for answer in workers.values()):
+                    return workers
+
     async def pids(self) -> dict[str, int]:
         """Process ids of the children by name."""
         return {p["name"]: p["pid"] for p in (await self.ctl("status"))["processes"]}
@@ -86,7 +94,7 @@ class Instance:
         """Wait until no worker holds a request; the workers' part of the status, pages balanced."""
         async with asyncio.timeout(30):
             while True:
-                workers: dict[str, Any] = (await self.ctl("status"))["workers"]
+                workers = await self.workers()
                 busy = ("requests_running", "requests_waiting", "requests_pending", "requests_away")
                 if not any(w[key] for w in workers.values() for key in busy):
                     assert all(w["pages_owned"] == 0 for w in workers.values()), workers

@@ -108,9 +108,8 @@ async def test_dead_worker_is_named_and_comes_back(tmp_path: Path) -> None:
 async def test_dead_peer_in_the_middle_of_streams(tmp_path: Path) -> None:
     async with serving(tmp_path, scripts(tmp_path, delay_ms=2)) as daemon, daemon.session() as session:
         tasks = [asyncio.create_task(stream(session, "demo" if i % 2 else "strict", max_tokens=200)) for i in range(16)]
-        status = {}
-        while not status.get("small", {}).get("requests_active"):
-            status = (await daemon.ctl("status"))["workers"]
+        while not (await daemon.workers())["small"]["requests_active"]:
+            await asyncio.sleep(0.02)
         os.kill((await daemon.pids())["large"], signal.SIGKILL)
         answers = await asyncio.gather(*tasks)
         for i, seen in enumerate(answers):
@@ -128,7 +127,7 @@ async def test_dead_peer_in_the_middle_of_streams(tmp_path: Path) -> None:
 async def test_dead_entry_ends_its_streams_with_an_error_frame(tmp_path: Path) -> None:
     async with serving(tmp_path, scripts(tmp_path, delay_ms=2)) as daemon, daemon.session() as session:
         tasks = [asyncio.create_task(stream(session, max_tokens=2000)) for _ in range(8)]
-        while (await daemon.ctl("status"))["workers"]["small"]["requests_active"] < 8:
+        while (await daemon.workers())["small"]["requests_active"] < 8:
             await asyncio.sleep(0.05)
         os.kill((await daemon.pids())["small"], signal.SIGKILL)
         for seen in await asyncio.gather(*tasks):
@@ -144,7 +143,7 @@ async def test_dead_api_comes_back_on_the_same_socket(tmp_path: Path) -> None:
     async with serving(tmp_path, scripts(tmp_path, delay_ms=2)) as daemon:
         async with daemon.session() as session:
             lost = asyncio.create_task(stream(session, max_tokens=2000))
-            while not (await daemon.ctl("status"))["workers"]["small"]["requests_active"]:
+            while not (await daemon.workers())["small"]["requests_active"]:
                 await asyncio.sleep(0.02)
             pids = await daemon.pids()
             os.kill(pids["api"], signal.SIGKILL)
@@ -168,7 +167,7 @@ async def test_children_die_with_the_supervisor_and_the_socket_is_free(tmp_path:
     config = scripts(tmp_path, delay_ms=1000)
     async with serving(tmp_path, config) as daemon, daemon.session() as session:
         request = asyncio.create_task(complete(session))
-        while not (await daemon.ctl("status"))["workers"]["small"]["requests_active"]:
+        while not (await daemon.workers())["small"]["requests_active"]:
             await asyncio.sleep(0.05)
         pids = list((await daemon.pids()).values())
         daemon.process.kill()
@@ -188,7 +187,7 @@ async def test_live_threshold_during_streams(tmp_path: Path) -> None:
     """R-9: applied at a step boundary, refused values change nothing, nothing is dropped."""
     async with serving(tmp_path, scripts(tmp_path, delay_ms=3)) as daemon, daemon.session() as session:
         tasks = [asyncio.create_task(stream(session, max_tokens=300)) for _ in range(100)]
-        while (await daemon.ctl("status"))["workers"]["small"]["requests_active"] < 100:
+        while (await daemon.workers())["small"]["requests_active"] < 100:
             await asyncio.sleep(0.05)
         assert (await daemon.ctl("set", "routes.demo.params.n", "2"))["new"] == 2
         for seen in await asyncio.gather(*tasks):

@@ -144,7 +144,7 @@ async def test_one_at_a_time_and_none_for_ever(tmp_path: Path) -> None:
         assert stopped["steps"] == 0
         assert sum(stopped["spent"].values()) == pytest.approx(stopped["end"] - stopped["begin"])
         assert (await link.call("trace-read", trace=number, model="large")).result["left"] == 0
-        assert "is not here" in (await link.call("trace-read", trace=number, model="large")).error
+        assert "is not here" in (await link.call("trace-read", trace=number, model="large")).result["error"]
         await link.call("trace-end", trace=number)
         assert (await link.call("trace-left", trace=number)).refused
         await one_dies(link)

@@ -140,15 +140,36 @@ def test_gathered_messages_leave_together_and_in_order(ring: Ring) -> None:
     assert outbox.depth == (0, 0)
 
 
-def test_gathered_messages_of_a_kind_are_published_by_one_store(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
-    pushed: list[tuple[int, int]] = []
+@pytest.fixture
+def pushed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Kind and number of the messages of each batch that a ring is given."""
+    batches: list[tuple[int, int]] = []
     push_many = RingProducer.try_push_many
 
     def watched(producer: RingProducer, payloads: Sequence[bytes], kind: int) -> int:
-        pushed.append((kind, len(payloads)))
+        batches.append((kind, len(payloads)))
         return push_many(producer, payloads, kind)
 
     monkeypatch.setattr(RingProducer, "try_push_many", watched)
+    return batches
+
+
+def test_a_full_ring_is_asked_with_one_message(ring: Ring, pushed: list[tuple[int, int]]) -> None:
+    outbox = Outbox(ring.producer, spill_records=50)
+    sent = sum(outbox.send(payload(number), 1) for number in range(200))
+    assert outbox.depth[0] == 50
+    assert set(pushed) == {(1, 1)}
+    pushed.clear()
+    got = numbers(ring.read_all())
+    outbox.flush()
+    assert max(pushed)[1] > 10
+    while ring.consumer.pending:
+        got += numbers(ring.read_all())
+        outbox.flush()
+    assert got == list(range(sent))
+
+
+def test_gathered_messages_of_a_kind_are_published_by_one_store(ring: Ring, pushed: list[tuple[int, int]]) -> None:
     outbox = Outbox(ring.producer)
     outbox.gather()
     assert all(outbox.send(b"x", kind) for kind in (1, 1, 1, 2, 1))

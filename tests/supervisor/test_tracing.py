@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from trouterd.calls import Refused
+from trouterd.calls import CallError, Refused
 from trouterd.supervisor import tracing
 from trouterd.supervisor.fleet import Fleet
 
@@ -22,6 +22,22 @@ class Worker:
     async def call(self, verb: str, args: dict[str, Any]) -> None:
         del args
         self.asked.append(verb)
+
+
+async def test_a_worker_that_is_gone_is_an_answer() -> None:
+    """Whoever reads goes on with the other models' events."""
+
+    class Gone(Worker):
+        async def call(self, verb: str, args: dict[str, Any]) -> None:
+            await super().call(verb, args)
+            if verb == "trace-read":
+                raise CallError("small died")
+
+    fleet = SimpleNamespace(workers={"small": Gone()}, config=SimpleNamespace(models={"small": None}))
+    verbs = tracing.Tracing(cast(Fleet, fleet)).handlers
+    number = (await verbs["trace"]({"seconds": 1}, "one"))["trace"]
+    assert await verbs["trace-read"]({"trace": number, "model": "small"}, "one") == {"error": "small died"}
+    await verbs["trace-end"]({"trace": number}, "one")
 
 
 async def test_the_end_of_a_trace_that_is_over_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from algorithms.r2r_router import save
+from models.shape import load_shape
+from tests.algorithms.heads import confidence_net, write_confidence, write_defer
 from tests.models.foreign import edit_config, tiny_foreign
 from trouterd.check import deep_problems, remarks
 from trouterd.config import Config, Model, Route
@@ -87,10 +90,57 @@ def test_checkpoint_that_is_not_there(tmp_path: Path) -> None:
     checkpoint = tmp_path / "head.pth"
     found = config(algorithm="citer", params={"checkpoint": str(checkpoint)})
     assert deep_problems(found) == [f"routes.r.params.checkpoint: no file or directory {checkpoint}"]
-    checkpoint.touch()
-    assert deep_problems(found) == []
     (problem,) = deep_problems(config(algorithm="citer", params={"checkpoint": str(tmp_path / ("x" * 300))}))
     assert problem.endswith("(File name too long)")
+
+
+HIDDEN = load_shape(SMALL_DIRECTORY).hidden_size
+
+
+def head_problems(algorithm: str, checkpoint: Path, **params: Any) -> list[str]:
+    return deep_problems(config(algorithm=algorithm, params={"checkpoint": str(checkpoint)} | params))
+
+
+def test_heads_are_opened(tmp_path: Path) -> None:
+    head, defer = tmp_path / "head.pth", tmp_path / "defer.safetensors"
+    head.touch()
+    (problem,) = head_problems("citer", head)
+    assert problem.startswith(f"routes.r.params.checkpoint: {head}: not a checkpoint of tensors and plain values")
+    write_confidence(head, confidence_net(HIDDEN))
+    write_defer(defer, HIDDEN)
+    assert (
+        head_problems("citer", head) == head_problems("rstitch", head, tau=0.1) == head_problems("collm", defer) == []
+    )
+    (problem,) = head_problems("collm", head)
+    assert problem.startswith(f"routes.r.params.checkpoint: {head}: not a safetensors file")
+
+
+@pytest.mark.parametrize("algorithm", ["citer", "collm", "r2r"])
+def test_a_head_of_another_model_is_named(algorithm: str, tmp_path: Path) -> None:
+    head = tmp_path / "head"
+    match algorithm:
+        case "citer":
+            write_confidence(head, confidence_net(HIDDEN + 8))
+        case "collm":
+            write_defer(head, HIDDEN + 8)
+        case "r2r":
+            save(head, {}, {"hidden_states_size": HIDDEN + 8, "hidden_dims": [8]}, 0.5, "HiddenStatesClassifier")
+    (problem,) = head_problems(algorithm, head)
+    assert problem.startswith(f"routes.r.params.checkpoint: {head}: ")
+    assert str(HIDDEN + 8) in problem
+    assert str(HIDDEN) in problem.replace(str(HIDDEN + 8), "")
+
+
+def test_what_the_api_scores_prompts_by_is_opened_too(tmp_path: Path) -> None:
+    (problem,) = head_problems("query", tmp_path, source="classifier", threshold=0.5)
+    assert (
+        problem == f"routes.r.params: checkpoint: {tmp_path}: no config.json; expected a Hugging Face model directory"
+    )
+
+
+def test_a_model_without_a_row_for_deferring_needs_a_file() -> None:
+    (problem,) = deep_problems(config(algorithm="collm", params={}))
+    assert problem.startswith("routes.r.params.checkpoint: set it to a file with defer.weight: model 'small' has no")
 
 
 def test_script_file(tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ def test_text_values_take_the_types_of_their_keys(file: Path) -> None:
             "models.x.dtype: expected one of auto, float32, bfloat16, got 'bfloat'; did you mean 'bfloat16'?",
         ),
         ("[models]\nx = 1", "models.x: expected a table, got 1"),
+        ("[routes.x]\nmodels = ['small']\nmax_stall = 1", "routes.x.max_stall: expected int >= 2, got 1"),
         ("[routes.x]\nmodels = []", "routes.x.models: expected array of length >= 1, got []"),
         ("[routes.x]\nmodels = ['smal']", "routes.x.models: unknown model 'smal'; did you mean 'small'?"),
         ("[routes.x]\nmodels = ['small', 'small']", "routes.x.models: a model is named twice: small, small"),
@@ -220,6 +221,28 @@ def test_keys_given_as_text_below_something_that_is_no_table(tmp_path: Path) -> 
         "environment: models.small.threads: no entry of 'models' in 'small.threads'",
         "flag: models.small.dtype: no entry of 'models' in 'small.dtype'",
     ]
+
+
+def test_every_path_may_begin_with_the_home_folder(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(file.parent))
+    route = '[routes.own]\nmodels = ["small", "big-1.7b"]\nalgorithm = "~/a.py"\nparams = { checkpoint = "~/r.pt" }\n'
+    file.write_text(BASIC.replace("api.sock", "~/api.sock") + route)
+    (file.parent / "a.py").touch()
+    config = load(file, {}, [("models.small.path", "~/weights/small"), ("batching.state", "~/state.json")])
+    assert config.routes["own"].params == {"checkpoint": str(file.parent / "r.pt")}
+    assert config.routes["own"].algorithm == str(file.parent / "a.py")
+    assert config.server.socket == str(file.parent / "api.sock")
+    assert config.models["small"].path == str(file.parent / "weights" / "small")
+    assert config.batching.state == str(file.parent / "state.json")
+
+
+def test_home_folder_of_nobody_in_a_parameter(file: Path) -> None:
+    route = (
+        '[routes.own]\nmodels = ["small", "big-1.7b"]\nalgorithm = "r2r"\nparams = { checkpoint = "~nobody-here/r" }\n'
+    )
+    file.write_text(BASIC + route)
+    with pytest.raises(ConfigError, match=r"routes\.own\.params\.checkpoint: no such home folder: ~nobody-here/r"):
+        load(file, {})
 
 
 def test_home_folder_of_nobody(file: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from models.batch import ModelRunner
 from models.config import ModelConfig, ModelError
+from models.cuda import products
 from models.device_runner import DeviceRunner
 from models.shape import load_shape
 from models.torch_rows import TorchRows
@@ -254,7 +255,7 @@ def test_device_runner_is_exercised_and_made_anew_for_its_pool(directory: Path) 
 def test_a_limit_that_breaks_products_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tiny_qwen3(tmp_path)
     model, shape = Model(path=str(directory), device="cuda", sm_percent=79), load_shape(directory)
-    monkeypatch.setattr(engine_module, "wrong_product", lambda *_: "8 x 32 by 32 x 64")
+    monkeypatch.setattr(products, "wrong_product", lambda *_: "8 x 32 by 32 x 64")
     with pytest.raises(ModelError, match=r"^models\.large\.sm_percent: on 79 % .*8 x 32 by 32 x 64"):
         engine_module._check_products("large", model, shape, torch.device("cuda"))
     free = msgspec.structs.replace(model, sm_percent=0)

@@ -22,6 +22,7 @@ from tests.worker.lookup_rows import device_runner
 from tests.worker.resident import FakeResident
 from tests.worker.test_oracle import MODELS, PROMPT
 from trouterd.config import Route
+from trouterd.worker.gauges import gauges
 from trouterd.worker.pipeline import PipelinedStepper
 from trouterd.worker.synchronous import SynchronousStepper
 from trouterd.worker.worker import DeviceLostError
@@ -400,7 +401,7 @@ async def test_progress_names_the_step_that_runs() -> None:
         began = stepper.started
         await asyncio.sleep(0.01)
         assert stepper.started == began > 0
-        assert cluster.workers["small"].gauges()["steps_in_flight"] == 2
+        assert gauges(cluster.workers["small"])["steps_in_flight"] == 2
         device.allowed = 1
         await eventually(lambda: stepper.steps == 1)
         # The second one runs since the first one was over.

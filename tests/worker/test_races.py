@@ -14,6 +14,7 @@ from models.script import ScriptRunner
 from tests.harness import Answer, Cluster
 from trouterd.config import Route
 from trouterd.worker.events import ProcessState
+from trouterd.worker.gauges import gauges
 
 NAMES = ("small", "large", "huge")
 SMALL, LARGE, HUGE = range(3)
@@ -227,7 +228,7 @@ async def test_blocked_visitor_is_given_up_once_while_its_entry_is_stalled() -> 
         # All pages of the large model are pinned by its own requests, which are away.
         cluster.hold = lambda source, target, message: isinstance(message, PeerReq) and source == SMALL
         own = [cluster.submit("back", [i] * 15, max_tokens=20)[1] for i in range(4)]
-        await eventually(lambda: large.gauges()["requests_pending"] == 4 and len(cluster.held) == 4)
+        await eventually(lambda: gauges(large)["requests_pending"] == 4 and len(cluster.held) == 4)
         cluster.accept = lambda source, target, message: target != SMALL or source != LARGE
         cluster.hold = lambda source, target, message: message in [m for *_, m in cluster.held]
         visitor = cluster.submit("demo", [9] * 15, max_tokens=20)[1]

@@ -78,7 +78,7 @@ class Bench:
         self.recorder.outcome(decided, self.in_flight)
 
     def events(self) -> list[Event]:
-        return EVENTS.decode(self.recorder.take(1 << 20))
+        return EVENTS.decode(self.recorder.log.take(1 << 20))
 
 
 def of(kind: type[T], events: list[Event]) -> list[T]:
@@ -280,8 +280,8 @@ def test_the_ring_drops_the_oldest_and_the_summary_keeps_all() -> None:
     spent(summary, step=100.0)
     assert (summary.steps, summary.handoffs, summary.events) == (100, 100, 50)
     assert summary.dropped > 100
-    assert bench.recorder.left == 50
-    frames = [EVENTS.decode(bench.recorder.take(20)) for _ in range(4)]
+    assert len(bench.recorder.log) == 50
+    frames = [EVENTS.decode(bench.recorder.log.take(20)) for _ in range(4)]
     assert [len(frame) for frame in frames] == [20, 20, 10, 0]
     assert of(Step, frames[2])[-1].end == bench.now
 
@@ -368,7 +368,7 @@ async def test_decode_loops_are_recorded_without_ids(device: Device) -> None:
     assert {name: s.steps for name, s in summaries.items()} == {n: w.stats.steps for n, w in cluster.workers.items()}
     assert sum(summary.tokens for summary in summaries.values()) == 4 * 24
     for name, recorder in recorders.items():
-        raw = recorder.take(1 << 20)
+        raw = recorder.log.take(1 << 20)
         events = EVENTS.decode(raw)
         assert {event.source for event in of(Handoff, events)} == {1 if name == "small" else 0}
         assert not any(step.reason == "unknown" for step in of(Step, events))
@@ -391,7 +391,7 @@ async def test_a_recording_may_begin_in_the_middle_and_end_while_steps_are_in_fl
             summary = recorder.finish()
             assert sum(summary.spent.values()) == pytest.approx(summary.seconds)
             assert summary.steps >= 90
-            steps = of(Step, EVENTS.decode(recorder.take(1 << 20)))
+            steps = of(Step, EVENTS.decode(recorder.log.take(1 << 20)))
             assert any(step.queued for step in steps)
         await answer.done.wait()
         await cluster.settled()

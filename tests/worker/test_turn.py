@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from operator import eq
 from pathlib import Path
 
@@ -17,9 +20,9 @@ from models.script import ScriptRunner
 from tests.harness import Cluster
 from trouterd.calls import Refused
 from trouterd.config import Batching as Settings
-from trouterd.config import Server
+from trouterd.config import Route, Server
 from trouterd.worker.batching import Batching
-from trouterd.worker.turn import Turn
+from trouterd.worker.turn import Turn, TurnError
 
 WORKER = textwrap.dedent(
     """
@@ -108,6 +111,79 @@ def test_a_turn_that_is_not_wanted_any_more_is_given_back(tmp_path: Path) -> Non
     asyncio.run(waiting())
     assert holder.wait() == 0
     assert start(tmp_path, "b", 1, 0, 1).wait() == 0
+
+
+class SharedTurn:
+    """A turn that somebody else has whenever it is asked for first, and that comes at once then."""
+
+    def __init__(self, path: Path, granted: Callable[[], None]) -> None:
+        del path
+        self.granted = granted
+        self.held = self.used = False
+        self.taken = 0
+
+    def take(self) -> bool:
+        if not self.held:
+            asyncio.get_running_loop().call_soon(self.come)
+        self.used = self.held
+        return self.held
+
+    def come(self) -> None:
+        self.held = True
+        self.taken += 1
+        self.granted()
+
+    def give_back(self) -> None:
+        self.held = self.used = False
+
+
+async def test_waiting_for_the_turn_costs_nobody_his_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes one row of two requests: they write in turns, although every step waits for its turn first."""
+    monkeypatch.setattr("trouterd.worker.turn.Turn", SharedTurn)
+    script = ScriptRunner([1], vocab_size=4, cycle=True)
+    cluster = Cluster({"m": script}, {"demo": Route(models=["m"])}, max_batch_tokens=2)
+    cluster.workers["m"].turns.configure(tmp_path)
+    first, second = (cluster.submit("demo", [1], max_tokens=20)[1] for _ in range(2))
+    async with cluster.running(), asyncio.timeout(20):
+        await second.until(1)
+        cluster.workers["m"].scheduler.max_batch_tokens = 1
+        await asyncio.wait(
+            [asyncio.create_task(answer.until(10)) for answer in (first, second)], return_when="FIRST_COMPLETED"
+        )
+        assert abs(len(first.tokens) - len(second.tokens)) <= 1
+        await cluster.settled()
+
+
+async def test_no_turn_is_taken_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[SharedTurn] = []
+    monkeypatch.setattr("trouterd.worker.turn.Turn", lambda *args: made.append(SharedTurn(*args)) or made[0])
+    script = ScriptRunner([1], vocab_size=4, cycle=True)
+    cluster = Cluster({"m": script}, {"demo": Route(models=["m"])})
+    cluster.workers["m"].turns.configure(tmp_path)
+    async with cluster.running(), asyncio.timeout(20):
+        await cluster.generate("demo", [1], max_tokens=3)
+        await cluster.settled()
+    assert made[0].taken == cluster.workers["m"].stepper.steps
+    assert not made[0].held
+
+
+async def test_a_worker_whose_turn_cannot_come_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would never launch again otherwise, and nobody would know why."""
+
+    def lockf(file: int, operation: int, length: int, start: int) -> None:
+        del file, length, start
+        if operation & fcntl.LOCK_NB:
+            raise BlockingIOError
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    cluster = Cluster({"m": ScriptRunner([1], vocab_size=4, cycle=True)}, {"demo": Route(models=["m"])})
+    worker = cluster.workers["m"]
+    worker.turns.configure(tmp_path / "lock")
+    cluster.submit("demo", [1, 2], max_tokens=3)
+    async with asyncio.timeout(20):
+        with pytest.raises(TurnError, match=r"batching\.overlap: cannot lock .*/lock any more: No locks available"):
+            await worker.run()
 
 
 async def test_a_lock_file_that_cannot_be_made_is_a_refusal(tmp_path: Path) -> None:

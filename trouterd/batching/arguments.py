@@ -131,7 +131,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         type=_list_of(_placement),
         default=(),
         metavar="LIST",
-        help="shared: the models of a pair on the same GPUs under MPS, 1.8,0.06 without --contention; separate: each on its own;"
+        help="shared: the models of a pair on the same GPUs under MPS, 0.25,4 without --contention; separate: each on its own;"
         " both give a table each",
     )
     plan.add_argument(

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from trouterd.batching.bound import ideal
 from trouterd.batching.estimate import Estimator, Learned
@@ -40,7 +42,7 @@ class Kept(msgspec.Struct):
     """What one group keeps between two runs of the daemon."""
 
     learned: dict[str, Learned] = {}
-    lists: Lists = {}
+    lists: dict[str, list[Annotated[int, Meta(ge=1)]]] = {}
     trust: float = 1.0
 
 
@@ -60,7 +62,7 @@ class Controller:
     def __init__(self, group: Group, kept: Kept | None = None) -> None:
         self.group = group
         self.estimator = Estimator(group, kept.learned if kept else None)
-        self.lists: Lists = dict(kept.lists) if kept else {}
+        self.lists: Lists = _usable(kept.lists, group) if kept else {}
         """In force; a model that is missing launches whatever is ready."""
         self.turns = False
         """Models run one at a time."""
@@ -72,7 +74,8 @@ class Controller:
         """Tokens/s at the present number of requests; 0 while unknown."""
         self.network: Network | None = None
         self._samples: deque[_Sample] = deque(maxlen=64)
-        self._last: tuple[float, dict[str, int]] | None = None
+        self._last: tuple[float, dict[str, float], int] | None = None
+        """When the latest reports were made, which worker processes made them, and their tokens."""
         self._trials = Trials(kept.trust if kept else 1.0)
         self._replayed = float("-inf")
         self._chosen: Lists = {}
@@ -96,12 +99,13 @@ class Controller:
         self.estimator.observe(own)
         now = max(report.now for report in own.values())
         active = max(report.active for report in own.values())
-        tokens = {name: report.tokens for name, report in own.items()}
-        if self._last is not None and self._last[1].keys() == tokens.keys():
-            made = sum(tokens.values()) - sum(self._last[1].values())
-            if made >= 0 and now > self._last[0]:
-                self._samples.append(_Sample(now, now - self._last[0], made, active))
-        self._last = now, tokens
+        workers = {name: report.since for name, report in own.items()}
+        tokens = sum(report.tokens for report in own.values())
+        if self._last is not None:
+            then, those, before = self._last
+            if workers == those and now > then:
+                self._samples.append(_Sample(now, now - then, tokens - before, active))
+        self._last = now, workers, tokens
         self._most = min(max(self._most, 2 * active), MOST)
 
     def measured(self, now: float, seconds: float = HOLD) -> tuple[float, float]:
@@ -148,6 +152,10 @@ class Controller:
             self._chosen, self._replayed = {}, now
         _, active = self.measured(now)
         count = max(round(active), 2)
+        if self._plain(network) and not Predictor(network, count).judges(self._thresholds(self.lists, network, count)):
+            # Another model is the slowest one now, one that has just come into use, say: nothing is known of what these gain.
+            self.lists = {}
+            self._trials.forget()
         self.state = self._trials.pending(now)
         if not self.state:
             self._improve(network, now, count, obeyed=obeyed)
@@ -186,7 +194,8 @@ class Controller:
             return
         waits = max(new) > 1
         wait, eager = (new, old) if waits else (old, new)
-        promise = self._rate(network, count, wait) / self._rate(network, count, eager) if max(eager) == 1 else 0.0
+        without = self._rate(network, count, eager) if max(eager) == 1 else 0.0
+        promise = self._rate(network, count, wait) / without if without else 0.0
         self._trials.watch(now, before, self.measured(now), promise, waits=waits, trial=trial)
         self.state = self._trials.pending(now)
 
@@ -226,6 +235,17 @@ class Controller:
     def _thresholds(self, lists: Lists, network: Network, count: int) -> tuple[int, ...]:
         chosen = [lists.get(name) or [1] for name in network.names]
         return tuple(min(values[min(count, len(values)) - 1], count) for values in chosen)
+
+
+def _usable(kept: Lists, group: Group) -> Lists:
+    """What is left of lists from a file: those of the group, cut to what can become ready and never deadlocks."""
+    own = {name: values[:MOST] for name, values in kept.items() if name in group.models and values}
+    counts = range(1, max(map(len, own.values()), default=0) + 1)
+    rows = [
+        clamp([values[min(count, len(values)) - 1] for values in own.values()], count, group.max_batch)
+        for count in counts
+    ]
+    return {name: list(column) for name, column in zip(own, zip(*rows, strict=True), strict=False)}
 
 
 def _proportional(names: Sequence[str], thresholds: Sequence[int], count: int, most: int, max_batch: int) -> Lists:

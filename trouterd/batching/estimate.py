@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from trouterd.batching.groups import Group
 from trouterd.batching.network import Floats, Matrix, Network, NetworkError, StepTime
@@ -16,8 +17,15 @@ from trouterd.batching.report import Report, Step
 
 Key = TypeVar("Key")
 
+_NOTHING = Report(now=0, since=0, active=0, version=0, tokens=0, decisions=0, moves={}, runs={}, steps=[])
+"""What a worker has counted when it starts."""
+
 HALF_LIFE = 2000
 """Steps of a model's requests after which what was counted before weighs half."""
+RECENT = 20_000
+"""Steps of all requests of a group after which a model's part in them weighs half."""
+NEGLIGIBLE = 0.01
+"""Part below which a model that too little is known of is left out, rather than that all models wait for it to be known."""
 ENOUGH = 200
 """Requests' steps from which on a model's moves are known."""
 ENOUGH_STEPS = 30
@@ -37,21 +45,27 @@ _TIME_SLICES = 1.0
 """Contention of models that share a GPU, as long as nothing else is known."""
 
 
+NotNegative = Annotated[float, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+
+
 class Learned(msgspec.Struct):
     """What is known of one model; the part that is kept between two runs of the daemon."""
 
-    decisions: float = 0.0
-    tokens: float = 0.0
-    moves: dict[str, float] = {}
+    decisions: NotNegative = 0.0
+    recent: NotNegative = 0.0
+    """The same, but forgotten by the steps of the whole group."""
+    tokens: NotNegative = 0.0
+    moves: dict[str, NotNegative] = {}
     """By receiver."""
-    runs: dict[int, float] = {}
-    points: list[tuple[float, float]] = []
+    runs: dict[Annotated[int, Meta(ge=0)], Positive] = {}
+    points: list[tuple[Positive, Positive]] = []
     """(batch, seconds) without contention."""
-    contention: float | None = None
-    waited: float = 0.0
-    waited_seconds: float = 0.0
-    handed: float = 0.0
-    handed_seconds: float = 0.0
+    contention: NotNegative | None = None
+    waited: NotNegative = 0.0
+    waited_seconds: NotNegative = 0.0
+    handed: NotNegative = 0.0
+    handed_seconds: NotNegative = 0.0
     """The last four as in `Report`."""
 
 
@@ -71,8 +85,10 @@ class Estimator:
 
     def observe(self, reports: Mapping[str, Report]) -> None:
         """Take in what has happened since the last reports; a model that is missing has nothing to say."""
-        for name, report in reports.items():
-            self._count(name, report)
+        steps = {name: self._count(name, report) for name, report in reports.items()}
+        weight = 0.5 ** (sum(steps.values()) / RECENT)
+        for name, learned in self.learned.items():
+            learned.recent = learned.recent * weight + steps.get(name, 0)
         for name, report in reports.items():
             self._samples[name] += self._measured(name, report.steps, reports)
             self._last[name] = report
@@ -82,13 +98,7 @@ class Estimator:
         used = self._used()
         if len(used) < 2:
             return "no request has been handed over yet"
-        for name in used:
-            learned = self.learned[name]
-            if learned.decisions < ENOUGH:
-                return f"{name} has given {learned.decisions:.0f} of {ENOUGH} tokens"
-            if not learned.points and len(self._samples[name]) < ENOUGH_STEPS:
-                return f"{name} has taken {len(self._samples[name])} of {ENOUGH_STEPS} steps"
-        return ""
+        return next(filter(None, map(self._lacks_of, used)), "")
 
     def network(self) -> Network | None:
         """The deployment as it looks now; None while `lacks` says why."""
@@ -114,12 +124,26 @@ class Estimator:
         reached = {
             target for learned in self.learned.values() for target, moves in learned.moves.items() if moves > 0.5
         }
-        return [name for name in self.group.models if self.learned[name].decisions > 0 or name in reached]
+        used = [name for name in self.group.models if self.learned[name].decisions > 0 or name in reached]
+        steps = sum(learned.recent for learned in self.learned.values())
+        matter = [name for name in used if not self._lacks_of(name) or self.learned[name].recent >= NEGLIGIBLE * steps]
+        return matter if len(matter) > 1 else used
 
-    def _count(self, name: str, report: Report) -> None:
+    def _lacks_of(self, name: str) -> str:
+        learned = self.learned[name]
+        if learned.decisions < ENOUGH:
+            return f"{name} has given {learned.decisions:.0f} of {ENOUGH} tokens"
+        if not learned.points and len(self._samples[name]) < ENOUGH_STEPS:
+            return f"{name} has taken {len(self._samples[name])} of {ENOUGH_STEPS} steps"
+        return ""
+
+    def _count(self, name: str, report: Report) -> int:
+        """Take in a model's counts; returns its new steps."""
         before, learned = self._last.get(name), self.learned[name]
-        if before is None or report.decisions < before.decisions:
-            return  # the first word of this worker: counts from before are not ours, or are known
+        if before is None:
+            return 0  # the first word of this worker: counts from before are not ours, or are known
+        if report.since != before.since:
+            before = _NOTHING
         steps = report.decisions - before.decisions
         weight = 0.5 ** (steps / HALF_LIFE)
         learned.decisions = learned.decisions * weight + steps
@@ -131,6 +155,7 @@ class Estimator:
         for field in ("waited", "waited_seconds", "handed", "handed_seconds"):
             news = getattr(report, field) - getattr(before, field)
             setattr(learned, field, getattr(learned, field) * weight + news)
+        return steps
 
     def _row(self, learned: Learned, used: Sequence[str], index: int) -> tuple[float, ...]:
         row = [learned.moves.get(name, 0.0) for name in used]

@@ -48,7 +48,8 @@ def _group(names: list[str], config: Config) -> Group:
 
 
 def fingerprint(config: Config) -> str:
-    """Changes with everything that makes learned values worthless: the models, where they run, and the routes' algorithms."""
+    """Changes with everything that makes learned values worthless: the models, where they run, how they share GPUs, and the routes'
+    algorithms."""
     kept = (
         "path",
         "format",
@@ -58,6 +59,7 @@ def fingerprint(config: Config) -> str:
         "dtype",
         "graphs",
         "extend_graphs",
+        "depth",
         "megakernel",
         "megakernel_percent",
         "sm_percent",
@@ -65,4 +67,6 @@ def fingerprint(config: Config) -> str:
     )
     models = {name: [getattr(model, key) for key in kept] for name, model in config.models.items()}
     routes = {name: [route.models, route.algorithm] for name, route in config.routes.items()}
-    return hashlib.sha256(msgspec.json.encode([models, routes], order="deterministic")).hexdigest()
+    # Where no model has company on its GPU, kernels of others are not there to be slowed by.
+    sharing = config.gpu.mps if config.shared_gpus else ""
+    return hashlib.sha256(msgspec.json.encode([models, routes, sharing], order="deterministic")).hexdigest()

@@ -18,7 +18,8 @@ class Instant:
     ready: tuple[int, ...]
     """Per model, requests that wait for a step there."""
     oldest: tuple[float, ...]
-    """Per model, when the first of them became ready; infinity if there is none."""
+    """Per model, from when on the first of them counts its wait: of a hand-off, from when it was handed over; infinity if there is
+    none."""
     running: tuple[bool, ...]
     active: int
     """Requests that have not ended."""

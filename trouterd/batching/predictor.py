@@ -36,9 +36,13 @@ class Predictor:
         return self.network.size == 2 or not any(self.network.contention)
 
     def covers(self, thresholds: Sequence[int]) -> bool:
-        """Whether it can judge these, reliably: of three or more models only the slowest may wait."""
+        """Whether it can judge these, reliably."""
+        return self.reliable and self.judges(thresholds)
+
+    def judges(self, thresholds: Sequence[int]) -> bool:
+        """Whether it can judge these at all: of three or more models only the slowest may wait."""
         others = [threshold for model, threshold in enumerate(thresholds) if model != self.slow_model]
-        return self.reliable and (len(others) == 1 or set(others) == {1})
+        return len(others) == 1 or set(others) == {1}
 
     def steps_per_second(self, active: int, thresholds: Sequence[int]) -> float:
         """Predicted requests' steps of all models; times `network.tokens_per_step` for tokens/s.
@@ -68,10 +72,10 @@ class Predictor:
 
     def split(self, thresholds: Sequence[int]) -> tuple[int, int]:
         """Those of the fast and of the slow server of the pair."""
-        others = [threshold for model, threshold in enumerate(thresholds) if model != self.slow_model]
-        if len(others) > 1 and set(others) != {1}:
+        if not self.judges(thresholds):
             raise ValueError(f"thresholds {list(thresholds)}: of three or more models only the slowest may wait here")
-        return others[0], thresholds[self.slow_model]
+        other = next(model for model in range(len(thresholds)) if model != self.slow_model)
+        return thresholds[other], thresholds[self.slow_model]
 
     def join(self, fast: int, slow: int) -> tuple[int, ...]:
         """The other way round: one threshold per model."""

@@ -20,6 +20,8 @@ class Report(msgspec.Struct, frozen=True):
 
     now: float
     """When it was made, seconds of CLOCK_MONOTONIC."""
+    since: float
+    """When the worker's counts began: another time means another worker process, whatever the counts are."""
     active: int
     """Active requests whose route includes the model."""
     version: int

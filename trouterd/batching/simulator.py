@@ -87,6 +87,9 @@ class _Run:
         self._now = 0.0
         self._ready: list[list[int]] = [[] for _ in range(count)]
         self._since: list[float] = [0.0] * workload.requests
+        """When the request's last step ended."""
+        self._arrived: list[float] = [0.0] * workload.requests
+        """When it was ready for its next one."""
         self._idle_since = [0.0] * count
         self._running: list[list[int]] = [[] for _ in range(count)]
         self._ended: list[tuple[int, list[int]]] = []
@@ -138,7 +141,7 @@ class _Run:
         self._work[model] = self._times[model][len(batch)]
         self._tie[model] = self._work[model] * _TIE
         self._batches[model] += 1
-        held = self._now - max(self._idle_since[model], self._since[batch[0]])
+        held = self._now - max(self._idle_since[model], self._arrived[batch[0]])
         self._longest_hold = max(self._longest_hold, held)
 
     def advance(self) -> None:
@@ -165,7 +168,11 @@ class _Run:
             self._ended = []
         while self._moving and self._moving[0][0] <= self._now:
             _, target, request = self._moving.popleft()
-            self._ready[target].append(request)
+            self._arrive(request, target)
+
+    def _arrive(self, request: int, model: int) -> None:
+        self._arrived[request] = self._now
+        self._ready[model].append(request)
 
     def _finish(self, model: int, batch: Sequence[int]) -> None:
         self.steps[model] += len(batch)
@@ -182,7 +189,7 @@ class _Run:
             else:
                 self._since[request] = self._now
                 if target == model or not self._network.handoff:
-                    self._ready[target].append(request)
+                    self._arrive(request, target)
                 else:
                     self._moving.append((self._now + self._network.handoff, target, request))
 

@@ -43,7 +43,7 @@ class _Change:
     """Tokens/s before it; 0: unknown."""
     active: float
     promise: float
-    """Tokens/s of the lists that wait over those that launch eagerly, by the throughput model; 0: both wait."""
+    """Tokens/s of the lists that wait over those that launch eagerly, by the throughput model; 0: both wait, or there is none."""
     waits: bool
     """The new lists wait."""
     trial: bool
@@ -53,11 +53,11 @@ class Trials:
     """Of one group.
 
     Args:
-        trust: as learned before.
+        trust: as learned before; brought into its bounds.
     """
 
     def __init__(self, trust: float = 1.0) -> None:
-        self.trust = trust
+        self.trust = _bounded(trust)
         """What waiting has reached over what was promised, both relative to eager launches; 1 as long as nobody knows."""
         self._change: _Change | None = None
         self._frozen_until = 0.0
@@ -75,7 +75,7 @@ class Trials:
             now: seconds.
             before: the lists that were replaced.
             measured: tokens/s under them, and active requests.
-            promise: of waiting over eager launches, by the model alone; 0 where both lists wait.
+            promise: of waiting over eager launches, by the model alone; 0 where both lists wait, or where there is none.
             waits: the new lists wait.
             trial: the new lists are the other choice, not what the model asks for.
         """
@@ -98,7 +98,7 @@ class Trials:
         gain = rate / change.rate
         if change.promise and gain:
             reached = gain if change.waits else 1 / gain
-            self.trust = min(max(reached / change.promise, _TRUST[0]), _TRUST[1])
+            self.trust = _bounded(reached / change.promise)
         if change.trial:
             stays = gain > 1 + BETTER
             self._pause = TRY if stays else min(2 * self._pause, LONGEST)
@@ -122,3 +122,7 @@ class Trials:
         if self._next is None:
             self._next = now + self._pause
         return now >= self._next
+
+
+def _bounded(trust: float) -> float:
+    return min(max(trust, _TRUST[0]), _TRUST[1])

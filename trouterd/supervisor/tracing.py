@@ -62,12 +62,13 @@ class Tracing:
         return await self._ask("trace-stop", self._models, {"keep": True})
 
     async def _read(self, args: dict[str, Any], who: str) -> Any:
-        """The next events of one model."""
+        """The next events of one model; `{"error": ...}` if its worker has them no more."""
         self._check(args, who)
         model = args.get("model")
         if model not in self._models:
             raise Refused(f"trace {self._number} has no model {model!r}")
-        return await self._fleet.workers[model].call("trace-read", {"trace": self._number})
+        answers = await self._ask("trace-read", [model], {})
+        return answers[model]
 
     async def _end(self, args: dict[str, Any], who: str) -> None:
         """Everything that was wanted has been read. A trace that is over already needs no end: writing a long one takes a while."""

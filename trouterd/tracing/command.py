@@ -21,6 +21,9 @@ SECONDS = 5.0
 LOOK = 1.0
 """Seconds after which the daemon hears that somebody still waits for the trace."""
 
+LATE = 0.1
+"""Seconds by which a model's part may begin after the first one's, unmentioned."""
+
 Ask = Callable[..., Any]
 """`ask(verb, **args)`: what the daemon answers."""
 
@@ -57,15 +60,14 @@ def run(options: argparse.Namespace, ask: Ask) -> int:
     """Record, write and print; returns the exit code."""
     begun = ask("trace", seconds=options.seconds, models=options.model)
     try:
-        answers = _record(options, ask, begun)
+        reports = _record(options, ask, begun)
     except _FileError as error:
         sys.stderr.write(f"trouterctl: {error}\n")
         return 1
     finally:
         ask("trace-end", trace=begun["trace"])
-    reports = {name: answer if "error" in answer else report(_summary(answer)) for name, answer in answers.items()}
     _print(options, reports)
-    return int(all("error" in answer for answer in answers.values()))
+    return int(all("error" in model for model in reports.values()))
 
 
 class _FileError(Exception):
@@ -81,7 +83,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _record(options: argparse.Namespace, ask: Ask, begun: Mapping[str, Any]) -> dict[str, Any]:
-    """What the models say of themselves; the timeline is in its file then."""
+    """Where each model's time went, or why that is not known; the timeline is in its file then."""
     number = begun["trace"]
     if not options.summary:
         # Before the wait: one that cannot be written is not worth it.
@@ -89,16 +91,18 @@ def _record(options: argparse.Namespace, ask: Ask, begun: Mapping[str, Any]) -> 
             options.output.open("w").close()
     _wait(ask, number)
     answers: dict[str, Any] = ask("trace-stop", trace=number)
+    known = {name: msgspec.convert(answer, Summary) for name, answer in answers.items() if "error" not in answer}
+    start = min((summary.begin for summary in known.values()), default=0.0)
+    reports = answers | {name: report(summary, start) for name, summary in known.items()}
     if options.summary:
-        return answers
-    summaries = {name: _summary(answer) for name, answer in answers.items() if "error" not in answer}
-    events = {name: _read(ask, number, name) for name in summaries}
-    start = min((summary.begin for summary in summaries.values()), default=0.0)
-    reports = {name: report(summary) for name, summary in summaries.items()}
+        return reports
+    events: dict[str, list[Event]] = {name: [] for name in known}
+    for name, recorded in events.items():
+        reports[name]["unread"] = _read(ask, number, name, recorded)
     with _writing(options.output), options.output.open("w") as file:
         for part in _document(chrome(events, begun["workers"], start), reports):
             file.write(part)
-    return answers
+    return reports
 
 
 def _wait(ask: Ask, number: int) -> None:
@@ -109,13 +113,15 @@ def _wait(ask: Ask, number: int) -> None:
         sys.stderr.write("trouterctl: the trace ends early\n")
 
 
-def _read(ask: Ask, number: int, model: str) -> list[Event]:
-    events: list[Event] = []
+def _read(ask: Ask, number: int, model: str, events: list[Event]) -> str:
+    """Add a model's events; why some are missing, '' if none are."""
     while True:
         part = ask("trace-read", trace=number, model=model)
+        if "error" in part:
+            return str(part["error"])
         events += EVENTS.decode(part["events"])
         if not part["left"]:
-            return events
+            return ""
 
 
 def _document(rows: Iterable[Json], reports: Mapping[str, Any]) -> Iterable[str]:
@@ -128,21 +134,25 @@ def _document(rows: Iterable[Json], reports: Mapping[str, Any]) -> Iterable[str]
     yield f'\n], "otherData": {json.dumps({"models": reports})}}}\n'
 
 
-def _summary(answer: Any) -> Summary:
-    return msgspec.convert(answer, Summary)
-
-
 def _print(options: argparse.Namespace, reports: Mapping[str, Any]) -> None:
     if options.json:
         sys.stdout.write(f"{json.dumps(reports)}\n")
         return
-    sys.stdout.write("".join(f"{line}\n" for line in lines(reports)))
-    if options.summary:
+    notes = [note for name, model in reports.items() for note in _notes(name, model, timeline=not options.summary)]
+    end = [] if options.summary else [f"timeline: {options.output}"]
+    sys.stdout.write("".join(f"{line}\n" for line in (*lines(reports), *notes, *end)))
+
+
+def _notes(name: str, model: Mapping[str, Any], *, timeline: bool) -> Iterator[str]:
+    """What is missing of a model's part."""
+    if "error" in model:
         return
-    for name, model in reports.items():
-        if model.get("dropped_events"):
-            sys.stdout.write(f"{name}: the timeline lacks the first {model['dropped_events']} events\n")
-    sys.stdout.write(f"timeline: {options.output}\n")
+    if model["late_seconds"] > LATE:
+        yield f"{name}: its part begins {model['late_seconds']:.2f} s late"
+    if timeline and model["dropped_events"]:
+        yield f"{name}: the timeline lacks the first {model['dropped_events']} events"
+    if timeline and model["unread"]:
+        yield f"{name}: the timeline lacks what had not been read: {model['unread']}"
 
 
 def _seconds(text: str) -> float:

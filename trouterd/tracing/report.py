@@ -14,12 +14,18 @@ _HEAD = (*_RATES, *_WAYS, "PREFILL", "HAND-OFFS/S", "P50 MS", "P99 MS")
 _SHARES = ("busy", "overhead", "loop", "held", "no_room", "nothing_ready")
 
 
-def report(summary: Summary) -> dict[str, Any]:
-    """One model's rates and shares, for JSON."""
+def report(summary: Summary, start: float) -> dict[str, Any]:
+    """One model's rates and shares, for JSON.
+
+    Args:
+        summary: the model's.
+        start: when the first model began to record, seconds of CLOCK_MONOTONIC.
+    """
     seconds = summary.seconds or 1.0
     p50, p99 = summary.latencies
     return {
         "seconds": summary.seconds,
+        "late_seconds": summary.begin - start,
         "steps_per_second": summary.steps / seconds,
         "batch": summary.alive / summary.steps if summary.steps else 0.0,
         "tokens_per_second": summary.tokens / seconds,

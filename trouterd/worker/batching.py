@@ -14,6 +14,7 @@ from trouterd.calls import Refused
 from trouterd.config import Config
 from trouterd.metrics import Family, counter, histogram
 from trouterd.worker.events import Command
+from trouterd.worker.gauges import gauges
 from trouterd.worker.launching import DEFAULT_LINGER
 from trouterd.worker.worker import Worker
 
@@ -41,7 +42,7 @@ class Batching:
             Refused: models cannot take turns; nothing has changed then.
         """
         try:
-            self._worker.take_turns(None if config.batching.overlap else config.turn_file)
+            self._worker.turns.configure(None if config.batching.overlap else config.turn_file)
         except OSError as error:
             raise Refused(f"batching.overlap: cannot open {config.turn_file}: {error.strerror}") from error
         self._config = config
@@ -68,6 +69,7 @@ class Batching:
         stats = worker.stats
         return {
             "now": time.monotonic(),
+            "since": stats.since,
             "mode": self._config.batching.mode,
             "thresholds": list(rule.thresholds),
             "threshold": rule.threshold,
@@ -77,7 +79,7 @@ class Batching:
             "held_seconds": rule.holds.sum,
             "queue": len(worker.scheduler.waiting),
             "running": len(worker.scheduler.running),
-            "pending": worker.gauges()["requests_pending"],
+            "pending": gauges(worker)["requests_pending"],
             "tokens": stats.tokens,
             "handoffs": stats.handoffs.total(),
             "steps": stats.steps,

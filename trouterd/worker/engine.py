@@ -11,7 +11,7 @@ import torch
 
 from models.batch import ModelRunner
 from models.config import ModelConfig, ModelError
-from models.cuda.products import shapes_of, wrong_product
+from models.cuda.products import check_products, shapes_of
 from models.defer import defer_row
 from models.device_runner import BUCKETS
 from models.kv_cache import KvCache
@@ -170,15 +170,14 @@ def _load_on_gpu(name: str, config: Config, shape: Shape, host: Host) -> Loaded:
 
 def _check_products(name: str, model: Model, shape: Shape, device: torch.device) -> None:
     """Try the model's products where MPS limits this process. Raises ModelError: they come out wrong."""
-    if not model.sm_percent or not isinstance(shape, ModelConfig):
+    if not isinstance(shape, ModelConfig):
         return
     shapes = shapes_of(shape, vocabulary_size(model.tokenizer_folder))
     kind = resolve_dtype(model.element_type, shape)
-    if wrong := wrong_product(device, kind, shapes, (*BUCKETS, model.max_batch_tokens)):
-        raise ModelError(
-            f"models.{name}.sm_percent: on {model.sm_percent} % of this GPU's multiprocessors its matrix library gives wrong"
-            f" products ({wrong}); take another value, such as 50, or leave it out"
-        )
+    try:
+        check_products(device, kind, model.sm_percent, shapes, (*BUCKETS, model.max_batch_tokens))
+    except ModelError as error:
+        raise ModelError(f"models.{name}.{error}") from error
 
 
 def _load_split(name: str, model: Model, shape: Shape, host: Host, ranks: Ranks) -> Loaded:
@@ -195,6 +194,8 @@ def _load_split(name: str, model: Model, shape: Shape, host: Host, ranks: Ranks)
         vocab_size=vocabulary_size(model.tokenizer_folder),
         context_length=context,
         ragged_prefill=backend.ragged_prefill,
+        sm_percent=model.sm_percent,
+        step_rows=(*BUCKETS, model.max_batch_tokens),
     )
     try:
         decoder = LeadingDecoder(split, ranks)

@@ -33,6 +33,7 @@ from trouterd.tokenizers import load_tokenizers
 from trouterd.worker.batching import Batching
 from trouterd.worker.engine import Engine, Loaded, device_answers, load_model, use_device
 from trouterd.worker.events import Command, ProcessState
+from trouterd.worker.gauges import gauges, totals
 from trouterd.worker.gpu_engine import GpuEngine
 from trouterd.worker.outbound import API
 from trouterd.worker.request import Request
@@ -158,8 +159,8 @@ class WorkerProcess:
             "tokens": worker.stats.tokens,
             "loop_lag_seconds": self.lag,
             "handoff_us": worker.stats.handoff_us(),
-            **worker.gauges(),
-            **worker.totals(),
+            **gauges(worker),
+            **totals(worker),
         }
 
     async def _requests(self, args: dict[str, Any]) -> list[dict[str, Any]]:
@@ -169,10 +170,8 @@ class WorkerProcess:
 
     async def _metrics(self, args: dict[str, Any]) -> Any:
         del args
-        live = self.worker.gauges() | {"loop_lag_seconds": self.lag}
-        families = self.worker.stats.families(
-            self.name, self.models, live, self.worker.totals(), self.links.bad_records
-        )
+        live = gauges(self.worker) | {"loop_lag_seconds": self.lag}
+        families = self.worker.stats.families(self.name, self.models, live, totals(self.worker), self.links.bad_records)
         return msgspec.to_builtins([*families, *self.batching.families()])
 
     async def _set(self, args: dict[str, Any]) -> None:

@@ -101,6 +101,7 @@ class Observer:
         stats = self._stats
         report = Report(
             now=now,
+            since=stats.since,
             active=active,
             version=version,
             tokens=stats.tokens,

@@ -11,16 +11,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
-from trouterd.tracing.events import Event, Handoff, Idle, Mark, Queues, State, Step, Summary, Work
+from trouterd.tracing.events import Handoff, Idle, State, Step, Summary
+from trouterd.worker.event_log import CAPACITY, EventLog
 from trouterd.worker.launching import Launching
 from trouterd.worker.scheduler import Chunk, Scheduler
 from trouterd.worker.stats import Stats
 from trouterd.worker.stepper import Outcome
 
-CAPACITY = 1 << 16
-"""Events that are kept, the latest ones: some 10 MB."""
 LATENCIES = 1 << 14
 """Hand-offs that percentiles are taken over, the latest ones."""
 
@@ -66,8 +63,7 @@ class Recorder:
         self._stats = stats
         self._clock = clock
         self._begin = clock()
-        self._events: deque[Event] = deque(maxlen=capacity)
-        self._recorded = 0
+        self.log = EventLog(scheduler, stats, capacity)
         self._flights: deque[_Flight] = deque()
         self._state = self._first_state(in_flight)
         self._since = self._begin
@@ -86,10 +82,6 @@ class Recorder:
         self._tokens = stats.tokens
         self._handoffs = 0
         self._latencies: deque[float] = deque(maxlen=LATENCIES)
-        self._work = ""
-        self._work_since = 0.0
-        self._queues = (-1, -1, -1)
-        self._counts = self._totals()
 
     # From the decode loop
 
@@ -98,14 +90,14 @@ class Recorder:
         now = self._clock()
         if self._state not in (State.STEP, State.LOOP) and not self._woke:
             self._woke = now
-        self._mark(now)
-        self._begin_work("events", now)
+        self.log.note_totals(now)
+        self.log.begin_work("events", now)
 
     def launch(self, chunks: Sequence[Chunk], queued: int) -> None:
         """A step is about to be launched, behind `queued` ones in flight; to be called before it changes its requests."""
         now = self._clock()
-        self._end_work(now)
-        self._note_queues(now)
+        self.log.end_work(now)
+        self.log.note_queues(now)
         if queued:
             self._flying()
         else:
@@ -113,7 +105,7 @@ class Recorder:
                 self._enter(State.LOOP, self._woke)
             self._enter(State.STEP, now)
         self._flights.append(self._flight(chunks, now, queued))
-        self._begin_work("launch", now)
+        self.log.begin_work("launch", now)
 
     def failed(self, in_flight: int) -> None:
         """The step that was to be launched is none."""
@@ -125,8 +117,8 @@ class Recorder:
     def looked(self, in_flight: int, *, held: bool) -> None:
         """The loop has launched what can be launched now; `held`: delayed batching, or whose turn it is, holds something back."""
         now = self._clock()
-        self._end_work(now)
-        self._note_queues(now)
+        self.log.end_work(now)
+        self.log.note_queues(now)
         if in_flight:
             self._flying()
             return
@@ -152,14 +144,14 @@ class Recorder:
         self._ended = now
         if not in_flight:
             self._enter(State.LOOP, now)
-        self._end_work(now)
-        self._begin_work("outcome", now)
+        self.log.end_work(now)
+        self.log.begin_work("outcome", now)
 
     def finish(self) -> Summary:
         """The recording ends now."""
         now = self._clock()
-        self._mark(now)
-        self._end_work(now)
+        self.log.note_totals(now)
+        self.log.end_work(now)
         if self._woke:
             self._enter(State.LOOP, self._woke)
         if self._state is State.STEP:
@@ -181,21 +173,9 @@ class Recorder:
             prefill=self._prefill,
             handoffs=self._handoffs,
             latencies=(ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]),
-            events=len(self._events),
-            dropped=self._recorded - len(self._events),
+            events=len(self.log),
+            dropped=self.log.dropped,
         )
-
-    # Afterwards
-
-    def take(self, most: int) -> bytes:
-        """The oldest events that have not been taken, msgpack; empty list: there are no more."""
-        events = [self._events.popleft() for _ in range(min(most, len(self._events)))]
-        return msgspec.msgpack.encode(events)
-
-    @property
-    def left(self) -> int:
-        """Events that have not been taken."""
-        return len(self._events)
 
     # States
 
@@ -216,7 +196,7 @@ class Recorder:
         """The state ends, and another one begins."""
         self._spent[self._state] += now - self._since
         if self._state is not State.STEP and now > self._since:
-            self._add(Idle(self._state, self._since, now))
+            self.log.add(Idle(self._state, self._since, now))
         if state is State.STEP:
             self._ended = now
         self._state, self._since, self._slack, self._woke = state, now, 0.0, 0.0
@@ -234,11 +214,7 @@ class Recorder:
         self._busy += busy
         self._prefill += busy * prefill
 
-    # Events
-
-    def _add(self, event: Event) -> None:
-        self._recorded += 1
-        self._events.append(event)
+    # Steps
 
     def _flight(self, chunks: Sequence[Chunk], now: float, queued: int) -> _Flight:
         rows = prefill = 0
@@ -268,7 +244,7 @@ class Recorder:
         if outcome is not None:
             alive = sum(outcome.alive)
             leaving = sum([d > 0 for d, lives in zip(outcome.destinations, outcome.alive, strict=True) if lives])
-        self._add(
+        self.log.add(
             Step(
                 launched=flight.launched,
                 begin=begin,
@@ -289,32 +265,4 @@ class Recorder:
         self._handoffs += len(flight.arrivals)
         for request, source, sent in flight.arrivals:
             self._latencies.append(flight.launched - sent)
-            self._add(Handoff(request, source, sent, flight.launched, begin))
-
-    def _begin_work(self, name: str, now: float) -> None:
-        if not self._work:
-            self._work, self._work_since = name, now
-
-    def _end_work(self, now: float) -> None:
-        if self._work:
-            self._add(Work(self._work, self._work_since, now))
-            self._work = ""
-
-    def _note_queues(self, now: float) -> None:
-        scheduler = self._scheduler
-        queues = (len(scheduler.running), len(scheduler.away), len(scheduler.waiting))
-        if queues != self._queues:
-            self._queues = queues
-            self._add(Queues(now, *queues))
-
-    def _mark(self, now: float) -> None:
-        counts = self._totals()
-        if counts != self._counts:
-            for name, before, after in zip(("admitted", "finished", "preempted"), self._counts, counts, strict=True):
-                if after > before:
-                    self._add(Mark(name, now, after - before))
-            self._counts = counts
-
-    def _totals(self) -> tuple[int, int, int]:
-        stats = self._stats
-        return stats.submitted, stats.finished.total(), self._scheduler.preemptions
+            self.log.add(Handoff(request, source, sent, flight.launched, begin))

@@ -57,14 +57,14 @@ class Tracing:
 
     async def _read(self, args: dict[str, Any]) -> dict[str, Any]:
         """The next events, and how many are left."""
-        recorder = self._of(args)
+        log = self._of(args).log
         self._end()
-        events = recorder.take(FRAME)
-        if recorder.left:
+        events = log.take(FRAME)
+        if log:
             self._after(KEPT, self._forget)
         else:
             self._forget()
-        return {"events": events, "left": recorder.left}
+        return {"events": events, "left": len(log)}
 
     def _of(self, args: dict[str, Any]) -> Recorder:
         if self._recorder is None or self._number != args["trace"]:

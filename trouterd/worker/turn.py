@@ -13,6 +13,12 @@ from pathlib import Path
 
 _TURN, _QUEUE = 0, 1
 """Bytes of the lock file: whose turn it is, and who gets the next one."""
+PATIENCE = 1.0
+"""Seconds after which a worker that waits for its turn looks again, although it is told."""
+
+
+class TurnError(RuntimeError):
+    """The file of turns cannot be locked any more: steps would run side by side, or never again, so the worker has to end."""
 
 
 class Turn:
@@ -23,16 +29,22 @@ class Turn:
 
     Args:
         path: the file, the same for all workers; made if it is not there.
-        granted: called in the running event loop when a turn that had to be waited for has come.
+        granted: called in the running event loop when a turn that had to be waited for has come, or cannot come any more.
+
+    Raises:
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Path, granted: Callable[[], None]) -> None:
+        self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._loop = asyncio.get_running_loop()
         self._granted = granted
         self._waits: queue.SimpleQueue[bool] = queue.SimpleQueue()
         """Waits to be made, each with whether the queue is held already."""
         self._waiting = False
+        self._fault: TurnError | None = None
+        """Why the turn that is waited for cannot come."""
         self.held = False
         self.used = False
         """A step was launched in this turn, or is about to be."""
@@ -40,7 +52,13 @@ class Turn:
         threading.Thread(target=self._wait, name="turn", daemon=True).start()
 
     def take(self) -> bool:
-        """Whether it is this worker's turn, to be used; if not, it waits for it from now on."""
+        """Whether it is this worker's turn, to be used; if not, it waits for it from now on.
+
+        Raises:
+            TurnError: the file cannot be locked.
+        """
+        if self._fault is not None:
+            raise self._fault
         if not self.held and not self._waiting:
             queued = self._lock(_QUEUE)
             if queued and self._lock(_TURN):
@@ -53,29 +71,83 @@ class Turn:
         return self.held
 
     def give_back(self) -> None:
-        """The step has ended, and what it decided is on its way to the others."""
+        """The step has ended, and what it decided is on its way to the others. Raises TurnError."""
         self.held = self.used = False
         self._unlock(_TURN)
 
     def _wait(self) -> None:
-        while True:
-            if not self._waits.get():
-                fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _QUEUE)
-            fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _TURN)
-            self._unlock(_QUEUE)
+        fault = None
+        while fault is None:
+            queued = self._waits.get()
+            try:
+                if not queued:
+                    self._lockf(fcntl.LOCK_EX, _QUEUE)
+                self._lockf(fcntl.LOCK_EX, _TURN)
+                self._unlock(_QUEUE)
+            except TurnError as error:
+                fault = error
             with suppress(RuntimeError):  # the loop has ended, and the process is about to
-                self._loop.call_soon_threadsafe(self._has_come)
+                self._loop.call_soon_threadsafe(self._has_come, fault)
 
-    def _has_come(self) -> None:
-        self.held, self._waiting = True, False
+    def _has_come(self, fault: TurnError | None) -> None:
+        self.held, self._waiting, self._fault = fault is None, False, fault
         self._granted()
 
     def _lock(self, byte: int) -> bool:
         try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+            self._lockf(fcntl.LOCK_EX | fcntl.LOCK_NB, byte)
         except BlockingIOError:
             return False
         return True
 
     def _unlock(self, byte: int) -> None:
-        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, byte)
+        self._lockf(fcntl.LOCK_UN, byte)
+
+    def _lockf(self, operation: int, byte: int) -> None:
+        try:
+            fcntl.lockf(self._file, operation, 1, byte)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise TurnError(f"batching.overlap: cannot lock {self._path} any more: {error.strerror}") from error
+
+
+class Turns:
+    """Whether a worker waits for its turn: a live setting, in force from one step to the next.
+
+    Args:
+        granted: called in the running event loop when a turn has come, or cannot come any more.
+    """
+
+    def __init__(self, granted: Callable[[], None]) -> None:
+        self._granted = granted
+        self._turn: Turn | None = None
+        self.taken = False
+        """A step is launched while no other one runs, here or at another worker."""
+
+    def configure(self, path: Path | None) -> None:
+        """From now on launch a step only while no other worker of the daemon runs one, and none behind a running one.
+
+        Args:
+            path: the lock file that the workers share; None: launch freely.
+
+        Raises:
+            OSError: it cannot be opened; nothing has changed then.
+        """
+        if path is not None and self._turn is None:
+            self._turn = Turn(path, self._granted)
+        self.taken = path is not None
+
+    def take(self) -> bool:
+        """Whether it is this worker's turn, to be used; see `Turn.take`."""
+        return self._turn is not None and self._turn.take()
+
+    def end(self, in_flight: int) -> None:
+        """The loop could launch its next step: a turn that was used is over when none of its steps is in flight."""
+        if self._turn is not None and self._turn.used:
+            self.give_back(in_flight)
+
+    def give_back(self, in_flight: int) -> None:
+        """Let others launch, if it is this worker's turn and none of its steps is in flight."""
+        if self._turn is not None and self._turn.held and not in_flight:
+            self._turn.give_back()

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from pathlib import Path
 
 from ipc.messages import NackReason
 from models.batch import ModelRunner
@@ -19,6 +17,7 @@ from trouterd.config import Route
 from trouterd.worker.active import ActiveCounts
 from trouterd.worker.events import Command, Event, Events
 from trouterd.worker.handoff import Handoffs
+from trouterd.worker.inbox import Inbox
 from trouterd.worker.launching import Launching
 from trouterd.worker.observer import Observer
 from trouterd.worker.outbound import Outbound
@@ -26,19 +25,15 @@ from trouterd.worker.outcomes import Outcomes
 from trouterd.worker.pipeline import PipelinedStepper
 from trouterd.worker.recorder import Recorder
 from trouterd.worker.registry import Registry
-from trouterd.worker.request import State
 from trouterd.worker.route import WorkerRoute
 from trouterd.worker.scheduler import Chunk, Scheduler
 from trouterd.worker.stats import Stats
 from trouterd.worker.stepper import NEVER, Outcome, Stepper
 from trouterd.worker.stream import TokenStream
 from trouterd.worker.synchronous import SynchronousStepper
-from trouterd.worker.turn import Turn
+from trouterd.worker.turn import PATIENCE, Turns
 
 log = logging.getLogger(__name__)
-
-TURN_PATIENCE = 1.0
-"""Seconds after which a worker that waits for its turn looks again, although it is told."""
 
 
 class DeviceLostError(RuntimeError):
@@ -103,21 +98,19 @@ class Worker:
         self.recorder: Recorder | None = None
         """While somebody traces this worker."""
         self._device_answers = device_answers
-        self._inbox: deque[Event] = deque()
-        self._wake = asyncio.Event()
+        self._inbox = Inbox()
+        self.turns = Turns(self._inbox.wake)
         self._closing = False
+        self._committed = 0.0
+        """When the latest outcome was there, time.monotonic()."""
         self._begun = 0.0
         """When the launch of the step in flight was decided on, if it is the only one; 0 otherwise."""
-        self._turn: Turn | None = None
-        self._alone = False
-        """A step is launched while no other one runs, here or at another worker."""
 
     # From the other two loops
 
     def deliver(self, event: Event) -> None:
         """Hand the decode loop a message or command; applied before its next step."""
-        self._inbox.append(event)
-        self._wake.set()
+        self._inbox.put(event)
 
     def configure(self, route: str, settings: Route) -> None:
         """Put the live part of a route's configuration into force; between two steps only.
@@ -130,51 +123,15 @@ class Worker:
             if request.route.name == route:
                 self.scheduler.set_hosted(request, self.stepper.hosted(request))
 
-    def take_turns(self, path: Path | None) -> None:
-        """From now on launch a step only while no other worker of the daemon runs one, and none behind a running one.
-
-        Args:
-            path: the lock file that the workers share; None: launch freely.
-
-        Raises:
-            OSError: it cannot be opened; nothing has changed then.
-        """
-        if path is not None and self._turn is None:
-            self._turn = Turn(path, self._wake.set)
-        self._alone = path is not None
-
-    def gauges(self) -> dict[str, float]:
-        """What is here right now, by metric name (see `stats.GAUGES`)."""
-        queues = self.scheduler.counts()
-        pages = self.kv.counts()
-        pending = sum(r.is_entry and r.state is State.PENDING for r in self.requests.values())
-        return {
-            "requests_running": queues["running"],
-            "requests_waiting": queues["waiting"],
-            "requests_pending": pending,
-            "requests_away": queues["away"],
-            "requests_active": self.active.total,
-            "pages_free": pages["free"],
-            "pages_cached": pages["cached"],
-            "pages_owned": pages["owned"],
-            "batching_threshold": self.launching.threshold,
-            "messages_unsent": self.outbound.unsent,
-            "steps_in_flight": self.stepper.in_flight,
-        }
-
     @property
     def busy(self) -> bool:
         """A step runs, or is queued."""
         return self.stepper.in_flight > 0 or self.stepper.started > 0
 
-    def totals(self) -> dict[str, float]:
-        """What has happened since the start, by metric name (see `stats.TOTALS`)."""
-        return {"preemptions": self.scheduler.preemptions, "visitor_evictions": self.scheduler.evictions}
-
     def stop(self) -> None:
         """Let the decode loop end after the step in progress."""
         self._closing = True
-        self._wake.set()
+        self._inbox.wake()
 
     # The loop
 
@@ -183,25 +140,25 @@ class Worker:
 
         Raises:
             DeviceLostError: a step failed and the device does not answer any more.
+            TurnError: models take turns, and the file that says whose it is cannot be locked any more.
         """
         while not self._closing:
             if self.recorder is not None:
                 self.recorder.turn()
-            self._wake.clear()
-            self._apply_events()
+            for event in self._inbox.take():
+                self.events.apply(event)
             again = await self._launch_steps()
-            busy = self.stepper.in_flight > 0
+            busy, held = self.stepper.in_flight > 0, again < NEVER
             if self.recorder is not None:
-                self.recorder.looked(self.stepper.in_flight, held=again < NEVER)
+                self.recorder.looked(self.stepper.in_flight, held=held)
             # Behind the launch of the next step, which so need not wait for that.
             self._pass_on()
             if busy:
                 await self._collect(again)
             else:
                 # It came and is not needed any more, or its step failed.
-                self._give_back()
+                self.turns.give_back(self.stepper.in_flight)
             # A visitor that is held back by delayed batching, or by whose turn it is, is not blocked.
-            held = again < NEVER
             if not busy and (held or not self._refuse_blocked()) and not self._inbox:
                 await self._wait(again)
             else:
@@ -210,37 +167,28 @@ class Worker:
         self._pass_on()
         self._thread.shutdown()
 
-    def _apply_events(self) -> None:
-        while self._inbox:
-            self.events.apply(self._inbox.popleft())
-
     async def _launch_steps(self) -> float:
         """Launch what can be launched now; returns when to try again if nothing happens before."""
-        turn = self._turn if self._alone else None
         now = time.monotonic()
         self.observer.ready(now)
-        if self._turn is not None and self._turn.used:
-            self._give_back()
+        self.turns.end(self.stepper.in_flight)
         while True:
             due = self.stepper.launch_at(bool(self.scheduler.hosted))
             if due <= now:
                 due = self.launching.due(now, in_flight=self.stepper.in_flight > 0)
             if due > now:
                 return due
-            if turn is not None and self.stepper.in_flight:
-                return NEVER
+            if self.turns.taken:
+                if self.stepper.in_flight or not self.scheduler.wanted:
+                    return NEVER
+                # Before the plan: requests of one that is not launched would have to stand back in the next.
+                if not self.turns.take():
+                    return now + PATIENCE
             chunks = self.scheduler.plan()
             if not chunks or not self.stepper.worthwhile(chunks):
                 return NEVER
-            if turn is not None and not turn.take():
-                return now + TURN_PATIENCE
             await self._launch(chunks, now)
             now = time.monotonic()
-
-    def _give_back(self) -> None:
-        """Let others launch, if it is this worker's turn and none of its steps is in flight."""
-        if self._turn is not None and self._turn.held and not self.stepper.in_flight:
-            self._turn.give_back()
 
     async def _launch(self, chunks: list[Chunk], now: float) -> None:
         if self.recorder is not None:
@@ -271,7 +219,7 @@ class Worker:
             if self._inbox or self._closing or now >= again:
                 return
             nap = min(self.stepper.nap(now), again - now)
-            await (self._sleep(nap) if nap > 0 else asyncio.sleep(0))
+            await (self._inbox.sleep(nap) if nap > 0 else asyncio.sleep(0))
             outcome = self._poll()
         while outcome is not None:
             self._commit(outcome)
@@ -291,7 +239,8 @@ class Worker:
     def _commit(self, outcome: Outcome) -> None:
         if self.recorder is not None:
             self.recorder.outcome(outcome, self.stepper.in_flight)
-        self.observer.note(outcome, self._begun, time.monotonic(), followed=self.stepper.in_flight > 0)
+        self._committed = time.monotonic()
+        self.observer.note(outcome, self._begun, self._committed, followed=self.stepper.in_flight > 0)
         with self.outbound.together():
             self.outcomes.commit(outcome)
 
@@ -305,19 +254,7 @@ class Worker:
         """Sleep until something arrives, at most until then; look again soon while something waits for room in a ring."""
         if self.stream or self.outbound.unsent or self.active.untold:
             until = min(until, time.monotonic() + 0.01)
-        if until == NEVER:
-            await self._wake.wait()
-        elif not self._wake.is_set():
-            await self._sleep(max(until - time.monotonic(), 0.0))
-
-    async def _sleep(self, seconds: float) -> None:
-        """Sleep, but not through an arrival."""
-        self._wake.clear()
-        alarm = asyncio.get_running_loop().call_later(seconds, self._wake.set)
-        try:
-            await self._wake.wait()
-        finally:
-            alarm.cancel()
+        await self._inbox.wait(until)
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
         """Do something between two steps, after a while."""
@@ -330,15 +267,22 @@ class Worker:
                 self.handoffs.warm(request)
 
     def _note_start(self, chunks: list[Chunk], now: float) -> None:
-        """Count the hand-offs whose first step was launched at `now`."""
-        latest = 0.0
+        """Count how long those had waited whose step was launched at `now`."""
+        latest, stayed, stats = 0.0, 0, self.stats
         for chunk in chunks:
             request = chunk.request
             if request.handoff_sent_ns:
                 sent = request.handoff_sent_ns * 1e-9
                 latest = max(latest, sent)
-                self.stats.handoff_started(now - sent)
+                stats.handoff_started(now - sent)
                 request.handoff_sent_ns = 0
+            elif request.is_entry and not request.begun:
+                stats.arrival_seconds.observe(now - request.arrived_ns * 1e-9)
+            else:
+                stayed += chunk.wants_logits
+            request.begun = True
+        if stayed:
+            stats.stay_seconds.observe(now - self._committed if self._begun else 0.0, stayed)
         if latest and self._begun and self.launching.reason is not Reason.LINGER:
             self.observer.awaited(chunks, latest, now)
 
