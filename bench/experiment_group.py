@@ -78,9 +78,9 @@ class Measured:
 
     @property
     def of_ideal(self) -> float | None:
-        """Share of what requests that never wait would write, in steps like those of this window."""
+        """Share of what requests that never wait would write, in steps like those of this window; by the models' own counts."""
         ideal = ideal_of(self.record.window)
-        return self.rate / ideal if ideal else None
+        return sum(self.record.window["tokens_per_model"].values()) / ideal if ideal else None
 
 
 @dataclass(frozen=True, slots=True)
