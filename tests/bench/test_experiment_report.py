@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from bench.experiment_itself import NO_KERNEL, ways
 from bench.experiment_markdown import cell, table
 from bench.experiment_peer import peer
 from bench.experiment_report import TITLES, side_by_side, write_report
-from bench.experiment_result import Result
+from bench.experiment_result import Result, read_results
 from bench.experiment_scope import Scope
 from bench.experiment_servers import _pools
 from bench.experiment_settings import Settings
@@ -32,6 +33,7 @@ from bench.vllm_peer import PeerCase
 from tests.bench.experiment_fakes import case, record, result, window
 
 R2R = "r2r-35"
+MEASURED = Path(experiments.__file__).parent / "results" / "1x-h200" / "a-Qwen3-0.6B+Qwen3-32B-shared.json"
 
 
 def compared(large: float = 50.0, factor: float = 1.0) -> list[Record]:
@@ -227,6 +229,17 @@ def test_times_that_there_are_enough_of() -> None:
     assert row[5:9] == ["2\\*", "1.5\\*", "-", "-"], "of sixteen"
     # Of an answer that a window has seen whole nothing is known without a seed: they had been cut short.
     assert row[13:] == ["-"] * 10
+
+
+def test_a_file_of_before_can_be_read(tmp_path: Path) -> None:
+    """Whatever windows have got since it was measured."""
+    shutil.copy(MEASURED, tmp_path)
+    group = Group(read_results(tmp_path))
+    text = targets_table([group])
+    assert rows(text, "R2R, p = 0.35 / large only")[0][4:9] == [
+        *("2.35", "planned B", "in the routed daemon", "p 0.328 for 0.35", "2.23"),
+    ]
+    assert len(rows(latencies(group), "low")) == len(group.windows) == len(rows(details(group), "low"))
 
 
 def test_targets_are_for_one_pair_on_one_card() -> None:
