@@ -47,7 +47,7 @@ def latencies(group: Group) -> str:
     rows = [
         (
             *_window(group, one),
-            *(of(one, field, key) for field in _FIELDS for key in _PARTS),
+            *(latency(one, field, key) for field in _FIELDS for key in _PARTS),
             one.of("extra", "request_estimate_ms"),
             by_model({name: own["mean"] for name, own in (one.record.window.get("wait_ms") or {}).items()}),
         )
@@ -67,7 +67,7 @@ def rate(one: Measured) -> str:
     return f"{cell(one.rate)} ({cell(spread[0])} to {cell(spread[1])})" if spread else cell(one.rate)
 
 
-def of(one: Measured, field: str, key: str) -> str | None:
+def latency(one: Measured, field: str, key: str) -> str | None:
     """A figure of a window's times, with a star where it is of the requests with which all streams began at once."""
     value = one.time_of(field, key)
     if value is None:

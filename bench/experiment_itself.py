@@ -21,6 +21,8 @@ from models.config import ModelError
 from models.cuda.shard import Shard
 
 NO_KERNEL = f"{ITSELF} no megakernel"
+_OVERLAP = ("[batching]\noverlap = true",)
+"""Taking turns is for several models; one that is alone would only lose the step that is queued behind another."""
 _LESS = 20
 """Importance that every way but the first costs."""
 
@@ -53,7 +55,7 @@ def by_itself(scope: Scope, cases: Sequence[Case]) -> list[Stage]:
         own = [
             replace(case, system=system, importance=case.importance + (_LESS if place else REFERENCE)) for case in asked
         ]
-        deployment = Deployment((model,), (), scope.setup.deployment().settings)
+        deployment = Deployment((model,), (), (*scope.setup.deployment().settings, *_OVERLAP))
         found.append(Stage(system, scope.start, partial(_opened, deployment), tuple(own)))
     return found
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from bench.experiment_case import LARGE, MIDDLE, SMALL, TROUTERD
 from bench.experiment_contention import Fit
+from bench.experiment_details import latency
 from bench.experiment_group import Group, Measured
 from bench.experiment_markdown import batching, by_model, cell, percent, table
 from bench.experiment_steps import StepTimes, mean_step
@@ -46,7 +47,7 @@ def placed(group: Group) -> str:
             *_steps(group, one, LARGE),
             percent(_beside(one, SMALL)),
             percent(_beside(one, LARGE)),
-            one.of("ttft_ms", "p99"),
+            latency(one, "ttft_ms", "p99"),
             one.of("gap_ms", "p50"),
             one.of("gap_ms", "p99"),
             by_model(one.record.window.get("busy")),
