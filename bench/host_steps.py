@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from models.batch import Batch, StepOutput
-from models.cuda.inbox import Inbox
+from models.cuda.inbox import MAX_CHANGES, Inbox
 from models.cuda.record_ring import RecordRing
 from models.device_runner import BUCKETS
 from models.resident import OWN_TOKEN, DeviceRoute, StepRecord, StepRows
@@ -82,6 +82,8 @@ class HostSteps:
         wanted = len(rows.logit_rows)
         changes = self._slots.take()
         if self.quick(rows, routes):
+            # More changes than an entry holds go ahead of it, copied to the device.
+            changes = changes if changes.shape[1] <= MAX_CHANGES else changes[:, :0]
             self._inbox.write(self._turn, rows, runs, changes, wanted)
         self._on_launch()
         self._decide(rows, wanted, routed=bool(routes))

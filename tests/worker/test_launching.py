@@ -36,7 +36,7 @@ CLOCK = 1e-9
 # The rule alone, in virtual time
 
 
-@dataclass
+@dataclass(eq=False)
 class Item:
     """What the rule sees of a request."""
 
@@ -266,8 +266,8 @@ def test_relaxed_a_member_of_the_last_batch_is_enough() -> None:
 def test_a_hand_off_without_a_step_is_no_run() -> None:
     """Of a request whose first token another model writes."""
     stats = Stats()
-    stats.handoff(0, 1, 0, 0)
-    stats.handoff(0, 1, 3, 3)
+    stats.handoff(0, 1, 0, 0, 5)
+    stats.handoff(0, 1, 3, 3, 7)
     assert (stats.handoffs[0, 1], dict(stats.runs)) == (2, {3: 1})
 
 

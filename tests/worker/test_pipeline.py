@@ -132,6 +132,20 @@ async def test_row_behind_the_end_of_an_answer_is_dead_and_its_page_is_given_bac
         assert cluster.workers["small"].stats.fed_rows == 7
 
 
+@pytest.mark.parametrize("page_size", [1, 3, 4])
+async def test_each_side_publishes_every_page_that_it_has_filled(page_size: int) -> None:
+    runners = [FakeResident(scripted(ids, page_size=page_size)) for ids in (SMALL, LARGE)]
+    async with pair(*runners, "bernoulli", p=0.3).running() as cluster:
+        prompt = [1, 2, 3, 4, 5]
+        answer = await cluster.generate("demo", prompt, max_tokens=30, seed=5)
+        await cluster.settled()
+        assert len(set(answer.writers)) == 2
+        for side, worker in enumerate(cluster.workers.values()):
+            # Whoever writes a token has been fed all before it.
+            fed = len(prompt) + max(n for n, writer in enumerate(answer.writers) if writer == side)
+            assert len(worker.kv._prefixes) >= fed // page_size
+
+
 async def test_requests_that_arrive_join_the_next_launched_step() -> None:
     device = Held(scripted(SMALL))
     async with alone(device).running() as cluster:

@@ -44,13 +44,13 @@ def param_rows(members: Sequence[Request], device: torch.device) -> dict[str, to
     }
 
 
-def suffix_for(request: Request, model: int) -> tuple[int, int, bytes] | None:
-    """What the algorithm wants to send: the fields of a `Handoff`. None when it fails."""
+def suffix_for(request: Request, model: int, length: int) -> tuple[int, int, bytes] | None:
+    """What the algorithm wants to send of a request with `length` output tokens: the fields of a `Handoff`. None when it fails."""
     seen = request.known[model]
     if seen < 0:
         seen = 0
     if request.route.sends_all:
-        return seen, request.output_length, b""
+        return seen, length, b""
     try:
         handoff = request.route.algorithm.send(_view(request), model)
         # Conversions, so that a wrong type is a fault of the algorithm here and not of the worker later.

@@ -69,27 +69,28 @@ class Handoffs:
             return False
         if side != 0 and model != 0 and not self.stream(request, holder=target):
             return False
-        suffix = suffix_for(request, model)
+        length = request.output_length
+        suffix = suffix_for(request, model, length)
         if suffix is None:
             return None
         start, loc, payload = suffix
-        length = request.output_length
         scores = () if request.redo else tuple(request.scores)
         stop = length + len(scores)
         now = time.monotonic_ns()
         known = request.known.copy()
         known[side] = known[model] = length
+        # By keyword only what may be left out: with twenty keywords a struct takes ten times as long.
         message = PeerReq(
-            rid=request.rid,
-            source=self.index,
-            destination=target,
-            entry=request.entry,
-            handoff_seq=request.handoff_seq + 1,
-            start=start,
-            token_ids=_suffix(request, start, stop),
-            loc=length if scores else loc,
-            known=tuple(known),
-            writers=bytes(request.writers[start:stop]),
+            request.rid,
+            self.index,
+            target,
+            request.entry,
+            request.handoff_seq + 1,
+            start,
+            _suffix(request, start, stop),
+            length if scores else loc,
+            tuple(known),
+            bytes(request.writers[start:stop]),
             stall=request.stall + 1,
             handoffs=request.handoffs + 1,
             submit=request.submit if request.known[model] < 0 else None,
@@ -108,7 +109,7 @@ class Handoffs:
         request.holder = model
         request.pending_since_ns = now
         self.scheduler.pend(request)
-        self.stats.handoff(self.index, target, stop - start, stop - request.visit_start + (held != NO_TOKEN))
+        self.stats.handoff(self.index, target, stop - start, stop - request.visit_start + (held != NO_TOKEN), now)
         return True
 
     def stream(self, request: Request, holder: int) -> bool:
@@ -133,7 +134,8 @@ class Handoffs:
         if not finish:
             request.handoffs += 1
             length = request.output_length
-            self.stats.handoff(self.index, request.entry, length - start, length - request.visit_start)
+            run = length - request.visit_start
+            self.stats.handoff(self.index, request.entry, length - start, run, time.monotonic_ns())
         self.outbound.post(
             request.entry,
             self._to_entry(request, start, partial=False, destination=request.entry, finish=finish, trim=trim),
@@ -158,16 +160,16 @@ class Handoffs:
         known = list(request.known)
         known[request.route.side] = length
         return PeerReq(
-            rid=request.rid,
-            source=self.index,
-            destination=destination,
-            entry=request.entry,
-            handoff_seq=request.handoff_seq,
-            start=start,
-            token_ids=_suffix(request, start, length),
-            loc=length,
-            known=tuple(known),
-            writers=bytes(request.writers[start:length]),
+            request.rid,
+            self.index,
+            destination,
+            request.entry,
+            request.handoff_seq,
+            start,
+            _suffix(request, start, length),
+            length,
+            tuple(known),
+            bytes(request.writers[start:length]),
             partial=partial,
             finish=finish,
             trim=trim,
@@ -195,8 +197,9 @@ class Handoffs:
             return None
         ids = unpack_ids(message.token_ids).tolist()
         request.handoff_seq = message.handoff_seq
-        # Out of the queues first: an unfinished older visit may still be in them.
-        self.scheduler.pend(request)
+        if request.state is not PENDING:
+            # An older visit was never finished.
+            self.scheduler.pend(request)
         if message.start < length or request.scores:
             request.cut(message.start)
             self.scheduler.truncate(request)
@@ -245,11 +248,15 @@ class Handoffs:
                 self.stats.stale_messages += 1
 
     def _apply(self, request: Request, message: PeerReq) -> None:
-        skip = request.output_length - message.start
-        ids = unpack_ids(message.token_ids).tolist()[skip:]
+        ids, writers = unpack_ids(message.token_ids).tolist(), message.writers
+        if skip := request.output_length - message.start:
+            ids, writers = ids[skip:], writers[skip:]
         count = accepted(request, ids, message.payload)
         whole = count == len(ids)
-        self._take_in(request, ids[:count], message.writers[skip : skip + count], message.partial and whole)
+        if whole:
+            self._take_in(request, ids, writers, message.partial)
+        else:
+            self._take_in(request, ids[:count], writers[:count], going_on=False)
         request.forwards = _most(request.forwards, message.forwards)
         length = request.output_length
         request.known = [k if k < length else length for k in message.known]
@@ -368,4 +375,4 @@ def _suffix(request: Request, start: int, stop: int) -> bytes:
 
 def _most(mine: Sequence[int], told: Sequence[int]) -> list[int]:
     """Counts per model: the later ones, which are the larger ones."""
-    return list(map(max, mine, told)) if told else list(mine)
+    return [a if a > b else b for a, b in zip(mine, told, strict=False)] if told else list(mine)

@@ -126,21 +126,30 @@ class Launching:
         if self._reason is not None:
             self.reasons[self._reason] += 1
             self.holds.observe(now - self._held if self._held else 0.0)
-        launched = frozenset(chunk.request.rid for chunk in chunks)
-        if all(request.rid in launched for request in self._ready):
+        launched = {chunk.request for chunk in chunks}
+        if launched.issuperset(self._ready):
             # Those that found no room go on waiting since then.
             self._since = 0.0
         self._held = 0.0
-        self._last = launched if self._relax else frozenset()
+        self._last = frozenset(request.rid for request in launched) if self._relax else frozenset()
 
     def _why(self, threshold: int, now: float, in_flight: bool) -> Reason | None:
         """The reason to launch, if there is one; notes how many are ready, and since when."""
         scheduler = self._scheduler
         waiting = () if scheduler.short_of_room else scheduler.waiting
-        certain = [r for r in (*scheduler.running, *waiting) if r.due and not (in_flight and r.chained)]
+        certain: list[Request] = []
+        prefill, sent = scheduler.cold, 0
+        for request in (*scheduler.running, *waiting):
+            if (in_flight and request.chained) or not request.due:
+                continue
+            certain.append(request)
+            prefill = prefill or request.fed < request.prompt_length - 1
+            if request.handoff_sent_ns and (not sent or request.handoff_sent_ns < sent):
+                sent = request.handoff_sent_ns
         self._ready = certain
-        self._since = self._first_ready(certain, now)
-        if scheduler.cold or any(r.fed < r.prompt_length - 1 for r in certain):
+        # A hand-off was ready when it was sent, although it may have been seen after a step only.
+        self._since = min(self._since or now, sent * 1e-9 or now) if certain else 0.0
+        if prefill:
             return Reason.PREFILL
         likely = self._likely() if in_flight else 0.0
         # Compared as `due` answers: a difference of times could come out just below.
@@ -151,13 +160,6 @@ class Launching:
         if found is None and self._relax and any(r.rid in self._last for r in certain):
             return Reason.RELAX
         return found
-
-    def _first_ready(self, certain: Sequence[Request], now: float) -> float:
-        if not certain:
-            return 0.0
-        # A hand-off was ready when it was sent, although it may have been seen after a step only.
-        sent = min((r.handoff_sent_ns for r in certain if r.handoff_sent_ns), default=0) * 1e-9
-        return min(self._since or now, sent or now)
 
     def _likely(self) -> float:
         """Requests that the step in flight is likely to leave here."""

@@ -52,7 +52,7 @@ class Observer:
             followed: another step was queued behind it.
         """
         self._decisions += sum(outcome.alive)
-        requests = len(outcome.chunks) if all(map(_no_prompt, outcome.chunks)) else 0
+        requests = len(outcome.chunks) if _no_prompts(outcome.chunks) else 0
         begin = begin or now - outcome.seconds
         self._idle_since = now
         if followed:
@@ -80,7 +80,7 @@ class Observer:
             sent: when the last of them left its sender, time.monotonic().
             now: the same clock.
         """
-        if sent > self._idle_since and all(map(_no_prompt, chunks)):
+        if sent > self._idle_since and _no_prompts(chunks):
             self.waited += 1
             self.waited_seconds += now - sent
 
@@ -118,5 +118,5 @@ class Observer:
         return report
 
 
-def _no_prompt(chunk: Chunk) -> bool:
-    return chunk.wants_logits and chunk.first >= chunk.request.prompt_length - 1
+def _no_prompts(chunks: Sequence[Chunk]) -> bool:
+    return all(chunk.wants_logits and chunk.first >= chunk.request.prompt_length - 1 for chunk in chunks)

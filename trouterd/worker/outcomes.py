@@ -58,7 +58,7 @@ class Outcomes:
 
     def commit(self, outcome: Outcome) -> None:
         """Apply a step that has ended; what it says of requests that have moved on since its launch is void."""
-        kv, row = self.scheduler.kv, -1
+        row = -1
         for chunk in outcome.chunks:
             request, wanted = chunk.request, chunk.wants_logits
             row += wanted
@@ -71,11 +71,11 @@ class Outcomes:
             request.forwards[request.route.side] += 1
             # Pages with drafts would be cut again, which those in the prefix cache cannot be.
             end = min(chunk.end, request.settled) if request.scores else chunk.end
-            kv.commit(request.slot, request.tokens, end)
+            if end >= request.page_end:
+                self._publish(request, end)
             if wanted:
                 if not outcome.stays[row]:
-                    # A row behind this one, queued already, is dead.
-                    self.scheduler.rewind(request, chunk.end)
+                    self._leave_behind(request, chunk)
                 self._decide(request, outcome, row)
         self.stats.step(outcome.rows, sum(outcome.alive), outcome.seconds)
 
@@ -128,6 +128,19 @@ class Outcomes:
                 if several or request.known[model] >= 0 or self.outbound.available(worker):
                     self.outbound.post(worker, Finish(request.rid))
             self.active.add(request, -1)
+
+    def _publish(self, request: Request, fed: int) -> None:
+        """Let the prefix cache have the pages that are full."""
+        kv = self.scheduler.kv
+        kv.commit(request.slot, request.tokens, fed)
+        request.page_end = fed - fed % kv.page_size + kv.page_size
+
+    def _leave_behind(self, request: Request, chunk: Chunk) -> None:
+        """The device does not go on with the request: a row behind this chunk, queued already, is dead."""
+        if request.fed > chunk.end:
+            self.scheduler.rewind(request, chunk.end)
+        else:
+            request.let_go()
 
     def _decide(self, request: Request, outcome: Outcome, row: int) -> None:
         """Commit the sampled token, hand the request off, or both."""

@@ -32,8 +32,8 @@ class _Flight:
     number: int
     chunks: Sequence[Chunk]
     rows: int
-    routed: list[bool]
-    """Per chunk that wants logits: the algorithm was asked."""
+    routes: list[WorkerRoute | None]
+    """Per chunk that wants logits: the route whose algorithm was asked, if it was."""
     launched: float
 
 
@@ -81,12 +81,13 @@ class PipelinedStepper:
 
     def launch_at(self, hosted: bool) -> float:
         """At once when the device is idle or its step is short; otherwise towards the end of the running step."""
-        if not self.in_flight:
-            return 0.0
-        if hosted or self.in_flight >= self.runner.depth or not self._flights:
+        flying = len(self._flights)
+        if not flying:
+            return self._alone.launch_at(hosted)
+        if hosted or flying >= self.runner.depth:
             return NEVER
         wait = self._pace.queue_from(self._flights[0].rows)
-        if wait and len(self._flights) > 1:
+        if wait and flying > 1:
             return NEVER
         return self.started + wait
 
@@ -106,13 +107,14 @@ class PipelinedStepper:
         if any(c.request.hosted and c.wants_logits for c in chunks):
             await self._alone.launch(chunks, meanwhile)
             return
-        routed = [self._setups.update(chunk) for chunk in chunks if chunk.wants_logits]
+        update = self._setups.update
+        routes = [c.request.route if update(c) else None for c in chunks if c.wants_logits]
         rows = self._rows(chunks)
         if self.runner.quick(rows):
             number = self.runner.launch(rows)
         else:
             number = await asyncio.get_running_loop().run_in_executor(self._thread, self.runner.launch, rows)
-        self._flights.append(_Flight(number, chunks, len(rows), routed, time.monotonic()))
+        self._flights.append(_Flight(number, chunks, len(rows), routes, time.monotonic()))
         for chunk in chunks:
             chunk.request.chained = chunk.wants_logits
 
@@ -144,10 +146,8 @@ class PipelinedStepper:
         self._last_end = time.monotonic()
         self._pace.observe(flight.rows, record.seconds)
         alive, stays, destinations = record.alive.tolist(), record.stays.tolist(), record.destinations.tolist()
-        requests = [c.request for c in flight.chunks if c.wants_logits]
-        for row, request in enumerate(requests):
-            route = request.route
-            if not flight.routed[row]:
+        for row, route in enumerate(flight.routes):
+            if route is None:
                 destinations[row] = 0
             elif alive[row]:
                 if destinations[row]:

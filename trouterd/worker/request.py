@@ -46,11 +46,17 @@ class Request:
     prompt_length: int
     is_entry: bool
     """This worker is the request's entry."""
+    ending_ids: frozenset[int]
+    """Ids that end the answer; banned before min_tokens."""
+    last_row: int
+    """Position of the last row that is fed: it gives the last token of the budget."""
     state: State = PENDING
     fed: int = 0
     """Positions whose K and V are in the pool, or will be when the steps in flight have run."""
     chained: bool = False
     """The device holds the token for position `fed`, or a step in flight gives it: the next row waits for no word from here."""
+    page_end: int = 0
+    """Length at which the next page for the prefix cache is full; below the KV's length where that is not known."""
     residency: int = 0
     """Rises whenever rows in flight stop to count, whatever their step decides."""
     hosted: bool = False
@@ -108,7 +114,8 @@ class Request:
     @classmethod
     def open(cls, submit: Submit, route: WorkerRoute, entry: int, now_ns: int) -> Request:
         """A request that has its prompt and no output."""
-        prompt = unpack_ids(submit.prompt).tolist()
+        prompt, sampling = unpack_ids(submit.prompt).tolist(), submit.sampling
+        ends = frozenset() if sampling.ignore_eos else route.eos_ids
         return cls(
             rid=submit.rid,
             submit=submit,
@@ -117,6 +124,8 @@ class Request:
             tokens=prompt,
             prompt_length=len(prompt),
             is_entry=route.side == 0,
+            ending_ids=ends.union(sampling.stop_token_ids),
+            last_row=len(prompt) + sampling.max_tokens - 2,
             known=[MODEL_UNKNOWN] * len(route.workers),
             forwards=[0] * len(route.workers),
             arrived_ns=now_ns,
@@ -152,12 +161,13 @@ class Request:
         """Rows that the next step could feed. None behind the row that gives the last token of the budget."""
         if not self.chained:
             return len(self.tokens) - self.fed
-        return int(self.fed < self.prompt_length + self.submit.sampling.max_tokens - 1)
+        return 1 if self.fed <= self.last_row else 0
 
     def let_go(self) -> None:
         """Rows in flight do not count any more, and the next one is fed from here."""
         self.chained = False
         self.residency += 1
+        self.page_end = 0
 
     def append(self, token: int, writer: int) -> None:
         """Commit one output token."""
@@ -205,20 +215,10 @@ class Request:
         route = self.route
         return len(route.workers) > 1 and (route.algorithm.keep_sample or self.stall < route.max_stall)
 
-    @property
-    def ending_ids(self) -> frozenset[int]:
-        """Ids that end the answer; banned before min_tokens."""
-        sampling = self.submit.sampling
-        ends = frozenset() if sampling.ignore_eos else self.route.eos_ids
-        return ends.union(sampling.stop_token_ids)
-
     def finish_reason(self, token: int, ahead: int = 0) -> tuple[str, int]:
         """What committing `token` behind `ahead` drafts would end the answer with: (reason or '', last ids that are no text)."""
-        sampling = self.submit.sampling
-        if not sampling.ignore_eos and token in self.route.eos_ids:
+        if token in self.ending_ids:
             return "stop", 1
-        if token in sampling.stop_token_ids:
-            return "stop", 1
-        if self.output_length + ahead + 1 >= sampling.max_tokens:
+        if len(self.tokens) - len(self.scores) + ahead > self.last_row:
             return "length", 0
         return "", 0

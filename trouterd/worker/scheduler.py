@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from models.kv_cache import KvCache
 from trouterd.worker.request import NO_SLOT, PENDING, RUNNING, WAITING, Request
@@ -11,7 +11,7 @@ from trouterd.worker.request import NO_SLOT, PENDING, RUNNING, WAITING, Request
 _LOGIT_ROWS = 64
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Chunk:
     """The next `count` rows of one request."""
 
@@ -26,24 +26,34 @@ class Chunk:
     """One row: the token that the device holds for the slot, which may not be known here yet."""
     residency: int
     """The request's when this was planned; a step's word on the chunk counts while they are equal."""
-    end: int = field(init=False)
+    end: int
     """Position behind the last row."""
-    wants_logits: bool = field(init=False)
+    wants_logits: bool
     """Some row's logits are wanted."""
 
-    def __post_init__(self) -> None:
-        self.end = self.first + self.count
-        self.wants_logits = self.wanted > 0
+    def __init__(self, request: Request, first: int, count: int, wanted: int, own: bool, residency: int) -> None:
+        self.request = request
+        self.first = first
+        self.count = count
+        self.wanted = wanted
+        self.own = own
+        self.residency = residency
+        self.end = first + count
+        self.wants_logits = wanted > 0
 
     @classmethod
-    def of(cls, request: Request, count: int) -> Chunk:
-        """The next rows of a request that is here."""
+    def of(cls, request: Request, count: int, most: int) -> Chunk:
+        """As many of the next `count` rows of a request that is here as do with `most` logits."""
         first = request.fed
         if request.chained:
-            return cls(request, first, count, 1, True, request.residency)
-        unwanted = request.first_wanted - first
-        wanted = count if unwanted <= 0 else max(0, count - unwanted)
-        return cls(request, first, count, wanted, False, request.residency)
+            wanted = 1
+        else:
+            unwanted = request.first_wanted - first
+            wanted = count if unwanted <= 0 else max(0, count - unwanted)
+        if wanted > most:
+            count -= wanted - most
+            wanted = most
+        return cls(request, first, count, wanted, request.chained, request.residency)
 
     @property
     def current(self) -> bool:
@@ -156,8 +166,10 @@ class Scheduler:
             # An earlier request of this very loop may have preempted this one.
             if request.state is not RUNNING:
                 continue
-            chunk = self._chunk(request, due if due < budget else budget)
-            if chunk.count and self._reserve(request, chunk.end, planned):
+            chunk = Chunk.of(request, due if due < budget else budget, self._logits_left)
+            if chunk.count and (
+                self.kv.reserve(request.slot, chunk.end) or self._make_room(request, chunk.end, planned)
+            ):
                 planned.add(request.rid)
                 self._logits_left -= chunk.wanted
                 chunks.append(chunk)
@@ -218,9 +230,9 @@ class Scheduler:
             request = self.waiting[0]
             if not (self._has_room(request, planned) and self._open(request, planned)):
                 break
-            chunk = self._chunk(request, min(request.unfed, budget - used))
+            chunk = Chunk.of(request, min(request.unfed, budget - used), self._logits_left)
             # A preempted request must not preempt in turn, or two large ones would evict each other for ever.
-            if not chunk.count or not self._reserve(request, chunk.end, planned, preempt=False):
+            if not chunk.count or not self._make_room(request, chunk.end, planned, preempt=False):
                 self.release(request)
                 break
             self.waiting.popleft()
@@ -231,13 +243,6 @@ class Scheduler:
             chunks.append(chunk)
             used += chunk.count
         return used
-
-    def _chunk(self, request: Request, count: int) -> Chunk:
-        """As many of the next `count` rows as the step has logits left for."""
-        chunk = Chunk.of(request, count)
-        if chunk.wanted <= self._logits_left:
-            return chunk
-        return Chunk.of(request, count - (chunk.wanted - self._logits_left))
 
     def _warm(self, chunks: list[Chunk], budget: int) -> None:
         """Prefill prompts of visitors that are still with their entry, from free pages only."""
@@ -288,7 +293,8 @@ class Scheduler:
         self.matched += request.fed
         return True
 
-    def _reserve(self, request: Request, length: int, planned: set[int], *, preempt: bool = True) -> bool:
+    def _make_room(self, request: Request, length: int, planned: set[int], *, preempt: bool = True) -> bool:
+        """Reserve positions below `length`, whoever has to give way."""
         while not self.kv.reserve(request.slot, length):
             # Nobody gives way for a row that will be dead if its request leaves in the step before.
             if length > len(request.tokens):

@@ -68,9 +68,9 @@ class Stats:
         self.accepted += count
         self.tokens += count
 
-    def handoff(self, source: int, target: int, suffix: int, run: int) -> None:
-        """Count one hand-off sent, of `suffix` tokens and after `run` steps."""
-        self.handed_at = time.monotonic()
+    def handoff(self, source: int, target: int, suffix: int, run: int, now_ns: int) -> None:
+        """Count one hand-off sent at `now_ns` (CLOCK_MONOTONIC), of `suffix` tokens and after `run` steps."""
+        self.handed_at = now_ns * 1e-9
         self.handoffs[source, target] += 1
         if run:  # the request was not sent on at once
             self.runs[run if run < LONGEST_RUN else LONGEST_RUN] += 1

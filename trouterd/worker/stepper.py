@@ -34,7 +34,7 @@ class Outcome:
     @property
     def rows(self) -> int:
         """Rows that were fed."""
-        return sum(chunk.count for chunk in self.chunks) - sum(not alive for alive in self.alive)
+        return sum(chunk.count for chunk in self.chunks) - len(self.alive) + sum(self.alive)
 
 
 class Stepper(Protocol):

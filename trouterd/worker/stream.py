@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from ipc.messages import Tokens, TokenUpdate, pack_ids
 from trouterd.worker.handoff import Handoffs
 from trouterd.worker.outbound import API, Outbound
@@ -42,37 +40,36 @@ class TokenStream:
             elif request.state is PENDING or self.handoffs.stream(request, self.index):
                 # A visitor that left took its tokens along.
                 del self._news[request.rid]
-        for part in _parts(batch):
-            if not self.outbound.offer(API, Tokens(tuple(_update(r) for r in part))):
-                return
-            for request in part:
-                request.streamed = request.output_length
-                del self._news[request.rid]
+        # Many tokens in one message would only pile up while the api does not read.
+        part: list[TokenUpdate] = []
+        tokens = 0
+        for update in map(_update, batch):
+            news = len(update.writers)
+            if part and (tokens + news > TOKENS_PER_MESSAGE or len(part) == UPDATES_PER_MESSAGE):
+                if not self._offer(part):
+                    return
+                part, tokens = [], 0
+            part.append(update)
+            tokens += news
+        if part:
+            self._offer(part)
 
-
-def _parts(batch: list[Request]) -> Iterator[list[Request]]:
-    """Groups of requests whose news fit one message: many at once only pile up while the api does not read."""
-    part: list[Request] = []
-    tokens = 0
-    for request in batch:
-        news = request.output_length - request.streamed
-        if part and (tokens + news > TOKENS_PER_MESSAGE or len(part) == UPDATES_PER_MESSAGE):
-            yield part
-            part, tokens = [], 0
-        part.append(request)
-        tokens += news
-    if part:
-        yield part
+    def _offer(self, updates: list[TokenUpdate]) -> bool:
+        if not self.outbound.offer(API, Tokens(tuple(updates))):
+            return False
+        for update in updates:
+            self._news.pop(update.rid).streamed = update.seq + len(update.writers)
+        return True
 
 
 def _update(request: Request) -> TokenUpdate:
     """What the api has not seen of a request."""
-    seq = request.streamed
+    seq, length, first = request.streamed, request.output_length, request.prompt_length
     return TokenUpdate(
-        rid=request.rid,
-        seq=seq,
-        ids=pack_ids(request.tokens[request.prompt_length + seq : request.settled]),
-        writers=bytes(request.writers[seq : request.output_length]),
+        request.rid,
+        seq,
+        pack_ids(request.tokens[first + seq : first + length]),
+        bytes(request.writers[seq:length]),
         finish=request.finish,
         trim=request.trim,
         handoffs=request.handoffs,
