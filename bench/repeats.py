@@ -11,11 +11,12 @@ from bench.window import Repeat, Window
 
 _COUNTS = frozenset(("requests", "count", "steps"))
 """Fields that count something of a window; all other numbers are means."""
-_SHORT = "short_answers"
+_SHORT, _OF = "short_answers", "ttft_of"
 
 
 def merged(windows: Sequence[Window]) -> Window:
-    """Field by field: counts are summed up, and other numbers are means of the windows that have them.
+    """Field by field: counts are summed up, and other numbers are means of the windows that have them. Times to the first token are
+    those of windows in which requests began, if there are such.
 
     Args:
         windows: one or more, of the same system, workload and number of streams, and of the same length.
@@ -25,6 +26,10 @@ def merged(windows: Sequence[Window]) -> Window:
         return first
     both = {one.name: _merged([getattr(window, one.name) for window in windows], one.name) for one in fields(Window)}
     short = {_SHORT: sum(float(window.extra.get(_SHORT, 0)) for window in windows)} if _SHORT in both["extra"] else {}
+    during = [window for window in windows if _OF not in window.extra]
+    if during:
+        both["ttft_ms"] = _merged([window.ttft_ms for window in during], "ttft_ms")
+        both["extra"].pop(_OF, None)
     return replace(
         first,
         **{name: value for name, value in both.items() if name not in ("streams", "seed", "extra", "repeats")},

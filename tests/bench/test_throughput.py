@@ -250,15 +250,21 @@ def test_report() -> None:
 
 def test_repeats_are_one_window_with_a_spread() -> None:
     first, second = (window("routed", 4, rate, models={"big": rate}) for rate in (300.0, 200.0))
-    first = replace(first, requests=3, handed={"big": 0.9}, extra={"gpus": 1, "held_ms": 2.0})
+    first = replace(first, requests=3, handed={"big": 0.9}, extra={"gpus": 1, "held_ms": 2.0, "ttft_of": "start"})
     second = replace(second, requests=4, handed={"big": 0.7}, seed=1, gap_ms=None)
     both = merged([first, second])
     assert (both.system, both.workload, both.streams, both.seed) == ("routed", "low", 4, 0)
+    times = first.ttft_ms
+    assert times is not None
     assert (both.tokens_per_second, both.tokens_per_model, both.requests) == (250.0, {"big": 250.0}, 7)
     assert both.handed["big"] == pytest.approx(0.8)
     assert both.gap_ms == first.gap_ms
     assert both.request_ms is None
     assert both.extra == {"gpus": 1, "held_ms": 2.0, "ttft_of": "start", "request_estimate_ms": 4250.0}
+    assert both.ttft_ms == replace(times, count=80)
+    during = replace(first, ttft_ms=replace(times, mean=1.0), extra={"gpus": 1})
+    assert merged([first, during, second]).ttft_ms == during.ttft_ms
+    assert "ttft_of" not in merged([first, during]).extra
     assert both.repeats == [Repeat(0, 300.0, {"big": 0.9}), Repeat(1, 200.0, {"big": 0.7})]
     assert spread(both) == (200.0, 300.0)
     assert "| routed | 4 | 250 (200 to 300) |" in report([both], "")
