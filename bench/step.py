@@ -67,6 +67,7 @@ class Bench:
                 kv_tokens=options.kv_tokens or _most_tokens(options),
                 depth=options.depth,
                 megakernel=options.megakernel,
+                kernel_share=options.kernel_percent / 100,
             )
         )
         head = make_head(options.head, runner, device)
@@ -95,7 +96,8 @@ class Bench:
                 "ready_s": time.perf_counter() - started,
             },
             "options": {
-                name: getattr(options, name) for name in ("depth", "graphs", "megakernel", "head", "temperature")
+                name: getattr(options, name)
+                for name in ("depth", "graphs", "megakernel", "kernel_percent", "head", "temperature")
             },
             "ceilings": asdict(self._ceilings),
             "skipped": [],
@@ -235,6 +237,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--depth", type=int, default=2, metavar="N", help="steps in flight")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--megakernel", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--kernel-percent", type=_percent, default=100, metavar="N", help="of the multiprocessors, for the megakernel"
+    )
     parser.add_argument("--head", choices=HEADS, default="none", help="routing algorithm on every row")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     parser.add_argument("--sections", type=_sections, default=SECTIONS, metavar="LIST", help=f"of {','.join(SECTIONS)}")
@@ -265,6 +270,12 @@ def _numbers(text: str) -> tuple[int, ...]:
     if not numbers or min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"expected positive numbers with commas between, got {text!r}")
     return numbers
+
+
+def _percent(text: str) -> int:
+    if not (text.isdecimal() and 1 <= int(text) <= 100):
+        raise argparse.ArgumentTypeError(f"expected a number from 1 to 100, got {text!r}")
+    return int(text)
 
 
 def _sections(text: str) -> tuple[str, ...]:
