@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import experiment_quality
-from bench.command_line import whole_numbers
+from bench.command_line import whole_number, whole_numbers
 from bench.experiment_setup import CPU
 
 NAME = "bench.throughput"
@@ -89,6 +89,10 @@ def _parser(experiments: Sequence[str], description: str | None) -> argparse.Arg
     windows.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of a window (20)")
     windows.add_argument("--settle", type=float, default=4.0, metavar="S", help="of load before a window (4)")
     windows.add_argument("--learn", type=float, default=20.0, metavar="S", help="the same for the controller (20)")
+    windows.add_argument("--seed", type=int, default=0, metavar="N", help="of what requests draw (0)")
+    windows.add_argument(
+        "--repeats", type=whole_number, default=1, metavar="R", help="windows of each, with a seed of their own (1)"
+    )
     windows.add_argument("--only", type=_words, default=(), metavar="KEYS", help="windows by key, with * and ? (all)")
     windows.add_argument(
         "--start", type=float, default=0.0, metavar="S", help="that a daemon takes to start and to end (45; CPU: 5)"
@@ -115,8 +119,9 @@ def _parser(experiments: Sequence[str], description: str | None) -> argparse.Arg
     )
     windows.add_argument(
         "--std-servers",
-        action="store_true",
-        help="Std. Serving on a daemon for each model, in place of the routed daemon's (on a shared GPU with kv_tokens)",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="Std. Serving on a daemon for each model (the default), or on the routed daemon's models",
     )
     windows.add_argument("--vllm", type=Path, metavar="FOLDER", help="experiment a: scripts of the peer")
     experiment_quality.add_arguments(parser)

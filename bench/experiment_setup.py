@@ -154,9 +154,18 @@ def head_inputs(source: str) -> HeadInputs | None:
     """What a model gives a routing head; None for a script, which has no weights."""
     if source.startswith(SCRIPT):
         return None
+    config = model_config(source)
+    return HeadInputs(config.hidden_size, config.hidden_size, config.vocab_size)
+
+
+def model_config(source: str) -> ModelConfig:
+    """Of a source that is no script.
+
+    Raises:
+        models.config.ModelError: it is not of a known family, or is not there.
+    """
     with tempfile.TemporaryDirectory() as name:
         directory = (
             write_shape(source, Path(name)) if source in SHAPES else BUILTIN_DIRECTORIES.get(source, Path(source))
         )
-        config = ModelConfig.load(directory)
-    return HeadInputs(config.hidden_size, config.hidden_size, config.vocab_size)
+        return ModelConfig.load(directory)

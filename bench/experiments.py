@@ -10,7 +10,7 @@ c  from 1 stream to 128
 d  the price of a hand-off: switching after every n tokens
 e  wrong thresholds of delayed batching
 f  one card, with and without limits, or a card each
-g  answers of 2,048 tokens, and the middle of answers of 8,192, from their 3,072nd token on
+g  answers of 2,048 tokens and of 8,192
 h  quality, share and throughput of every algorithm, on the demo pair
 
 Windows are measured by importance as long as --budget lasts, and the file is written after each of them. --list says what would be
@@ -52,6 +52,7 @@ from bench.experiment_windows import measuring
 from bench.patterns import ME, PATTERNS, Mixture, Pattern
 from bench.progress import Progress
 from bench.surroundings import surroundings
+from bench.window import NONCE
 from bench.workloads import find
 from trouterd.batching.network import NetworkError
 
@@ -65,9 +66,7 @@ _STAGES: dict[str, Callable[[Scope], list[Stage]]] = {
     "g": experiment_compare.lengths,
 }
 _USUAL = ("low",)
-_LONG = "3072/32768"
-"""The middle of answers of 8,192 tokens, whose first 3,072 come as a prompt, since a window is too short for all of them. They
-are so long that hardly any ends in it."""
+_LONG = "high"
 _WORKLOADS = {"a": (*_USUAL, "agent", _LONG), "g": (*_USUAL, _LONG)}
 
 
@@ -103,7 +102,7 @@ def _windows(options: argparse.Namespace) -> Callable[[], int]:
     scope.setup.check()
     fitting(scope.setup, scope.workloads)
     stages = [replace(stage, cases=matching(stage.cases, options.only)) for stage in _STAGES[options.experiment](scope)]
-    stages = [stage for stage in stages if stage.cases]
+    stages = [stage.repeated(options.repeats) for stage in stages if stage.cases]
     if not stages:
         raise CaseError(f"--only {','.join(options.only)}: no window has such a key; --list shows them")
     if options.list:
@@ -126,6 +125,9 @@ def _measure(options: argparse.Namespace, scope: Scope, stages: Sequence[Stage])
         "devices": list(setup.devices),
         "tensor_parallel": list(setup.tensor_parallel),
         "seconds": options.seconds,
+        "seed": options.seed,
+        "repeats": options.repeats,
+        "nonce": NONCE,
         "names": {pattern.key: pattern.name for pattern in scope.patterns},
         "heads": setup.has_heads,
         "std_servers": options.std_servers,
@@ -141,7 +143,7 @@ def _measure(options: argparse.Namespace, scope: Scope, stages: Sequence[Stage])
         path,
         seconds=options.seconds,
         budget=options.budget,
-        measure=measuring(options.seconds, progress),
+        measure=measuring(options.seconds, options.seed, progress),
         steps=scope.steps,
         progress=progress,
     )

@@ -3,8 +3,9 @@
     python -m bench.load --socket PATH --model NAME --streams 64 --tokens 512 [--rounds 1] [--prompt 4]
 
 Each stream sends its requests one after another on one connection. Prints one JSON line: tokens, seconds from the first byte sent
-to the last one received, percentiles of the time to the first token and of the gaps between what came after it (milliseconds),
-and the route's own usage. For windows in steady state see bench.throughput, which asks through the same connections.
+to the last one received, percentiles (the 99th of 100 or more) of the time to the first token and of the gaps between what came
+after it, in milliseconds, and the route's own usage. For windows in steady state see bench.throughput, which asks through the same
+connections.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from bench.dialect import stream
 from bench.endpoint import Address, Connection
 from bench.percentiles import Percentiles
 
-_NONE = Percentiles(0.0, 0.0, 0.0, 0.0)
+_NONE = Percentiles(0.0, 0.0, None, None)
 
 
 async def _asked(address: Address, bodies: Sequence[Mapping[str, Any]], log: Log) -> list[Mapping[str, Any]]:

@@ -40,7 +40,8 @@ class Case:
     streams: int
     tokens_per_second: float
     gap_p50_ms: float
-    gap_p99_ms: float
+    gap_p99_ms: float | None
+    """None of fewer than 100 gaps."""
     first_p50_ms: float
     step_ms: float
     """Mean of the entry's steps in this run."""
@@ -105,11 +106,11 @@ def table(cases: list[Case]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for case in cases:
-        ratio = case.gap_p99_ms / max(case.gap_p50_ms, 1e-9)
+        ratio = "-" if case.gap_p99_ms is None else f"{case.gap_p99_ms / max(case.gap_p50_ms, 1e-9):.2f}"
         # A routed stream waits for the other model: its speed says nothing about one model's step.
         share = "" if case.model == "routed" else f"{case.of_the_step:.2f}"
         lines.append(
-            f"| {case.model} | {case.streams} | {case.tokens_per_second:,.0f} | {case.gap_p50_ms:.2f} | {ratio:.2f}"
+            f"| {case.model} | {case.streams} | {case.tokens_per_second:,.0f} | {case.gap_p50_ms:.2f} | {ratio}"
             f" | {case.first_p50_ms:.1f} | {case.step_ms:.3f} | {share}"
             f" | {case.large_share:.3f} | {case.handoffs_per_100:.1f} |"
         )

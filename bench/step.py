@@ -68,6 +68,7 @@ class Bench:
                 kv_tokens=options.kv_tokens or _most_tokens(options),
                 depth=options.depth,
                 megakernel=options.megakernel,
+                kernel_share=options.kernel_percent / 100,
             )
         )
         head = make_head(options.head, runner, device)
@@ -96,7 +97,8 @@ class Bench:
                 "ready_s": time.perf_counter() - started,
             },
             "options": {
-                name: getattr(options, name) for name in ("depth", "graphs", "megakernel", "head", "temperature")
+                name: getattr(options, name)
+                for name in ("depth", "graphs", "megakernel", "kernel_percent", "head", "temperature")
             },
             "ceilings": asdict(self._ceilings),
             "skipped": [],
@@ -243,6 +245,13 @@ def _parser() -> argparse.ArgumentParser:
         default=True,
         help="one kernel a step, where it can be (--megakernel)",
     )
+    parser.add_argument(
+        "--kernel-percent",
+        type=_percent,
+        default=100,
+        metavar="N",
+        help="of the multiprocessors, for the megakernel (%(default)s)",
+    )
     parser.add_argument("--head", choices=HEADS, default="none", help="routing algorithm on every row (%(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="of sampling; 0: greedy (0)")
     parser.add_argument(
@@ -280,6 +289,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here, after each section")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here")
     return parser
+
+
+def _percent(text: str) -> int:
+    if not (text.isdecimal() and 1 <= int(text) <= 100):
+        raise argparse.ArgumentTypeError(f"expected a number from 1 to 100, got {text!r}")
+    return int(text)
 
 
 def _sections(text: str) -> tuple[str, ...]:

@@ -49,6 +49,21 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.startswith("model 1 alone  143.4 token/s") for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ([], ["hand-offs take no time (--handoff-ms)", "steps that feed prompts are left out"]),
+        (["--handoff-ms", "0.3"], ["steps that feed prompts are left out"]),
+    ],
+)
+def test_what_a_plan_leaves_out_is_told(
+    options: list[str], told: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ctl.main([*PAPER, *options]) == ctl.EXIT_OK
+    assert capsys.readouterr().out.splitlines()[-1] == f"Optimistic: {'; '.join(told)}."
+    assert answer(capsys, [*PAPER, *options])["optimistic"] == told
+
+
 def test_costs(capsys: pytest.CaptureFixture[str]) -> None:
     result = answer(capsys, PAPER)
     best = result["best"]
@@ -132,6 +147,8 @@ def test_measured_step_times(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     result = answer(capsys, measured)
     assert result["best"]["tokens_per_second"] == pytest.approx(208.0, abs=0.1)
     longer = answer(capsys, [*measured, "--context", "1500"])
+    shortest = "steps are those of the shortest context in the files (--context)"
+    assert [shortest in told["optimistic"] for told in (answer(capsys, measured), longer)] == [True, False]
     assert longer["best"]["tokens_per_second"] == pytest.approx(result["best"]["tokens_per_second"] / 2)
 
 
@@ -197,7 +214,7 @@ def test_outlook_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert cells[:3] == ["16", "2", "15"]
     # 3.6 an hour is 0.001 a second: 1,000,000 tokens cost what 1,000 take, in seconds.
     assert cells[5] == cells[6]
-    assert lines[-1].startswith("x model 1: against model 1 without routing")
+    assert lines[-3].startswith("x model 1: against model 1 without routing")
 
 
 def test_gpus_of_each_model(capsys: pytest.CaptureFixture[str]) -> None:

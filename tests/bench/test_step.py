@@ -57,7 +57,14 @@ def test_all_sections(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
             assert 0 < case["device_ms"] <= case["launch_us"] / 1e3 * 2
             assert case["floor_ms"] > 0
             assert case["worst_ms"] >= case["wall_ms"] > 0
-    assert result["options"] == {"depth": 2, "graphs": True, "megakernel": True, "head": head, "temperature": 0.0}
+    assert result["options"] == {
+        "depth": 2,
+        "graphs": True,
+        "megakernel": True,
+        "kernel_percent": 100,
+        "head": head,
+        "temperature": 0.0,
+    }
     assert result["command"].startswith(f"python -m bench.step --model={model} --device=cpu")
     report = (tmp_path / "r.md").read_text()
     assert report in capsys.readouterr().out
@@ -79,7 +86,7 @@ def test_what_cannot_be_measured_is_one_line(capsys: pytest.CaptureFixture[str],
     first, second = capsys.readouterr().err.splitlines()
     assert first == "bench.step: error: random weights are made on a CUDA device only; name a checkpoint with --model"
     assert second.startswith(f"bench.step: error: {tmp_path / 'config.json'}: ")
-    for wrong in ("--batches=0", "--batches=", "--sections=decode,nap"):
+    for wrong in ("--batches=0", "--batches=", "--sections=decode,nap", "--kernel-percent=0"):
         with pytest.raises(SystemExit):
             step.main([f"--model={tmp_path}", wrong])
 

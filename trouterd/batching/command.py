@@ -48,9 +48,21 @@ def run_plan(options: argparse.Namespace) -> int:
         (place,), (concurrency,) = places, options.concurrency
         found = survey(place.network, concurrency, options.max_batch)
         report = _Report(place, concurrency, found, plan(place.network, concurrency, options.max_batch))
-    lines = [json.dumps(report.facts())] if options.json else report.lines()
+    hopes = _hopes(options)
+    told = ("", f"Optimistic: {'; '.join(hopes)}.")
+    lines = [json.dumps(report.facts() | {"optimistic": hopes})] if options.json else [*report.lines(), *told]
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return EXIT_OK
+
+
+def _hopes(options: argparse.Namespace) -> list[str]:
+    """What a plan leaves out, in favour of routing and of the large model alone alike or of routing only."""
+    found = ["steps that feed prompts are left out"]
+    if not options.handoff_ms:
+        found.insert(0, "hand-offs take no time (--handoff-ms)")
+    if options.step and options.context is None:
+        found.insert(0, "steps are those of the shortest context in the files (--context)")
+    return found
 
 
 def build_network(options: argparse.Namespace) -> Network:
