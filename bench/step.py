@@ -24,22 +24,22 @@ from typing import Any
 
 import torch
 
-from bench.command_line import run_command, usage_fault, whole_numbers
+from bench.command_line import run_command, usage_fault
 from bench.peer_folder import PeerError
+from bench.step_arguments import SECTIONS, parser
 from bench.step_floor import Ceilings, step_work
-from bench.step_heads import HEADS, Head, make_head
+from bench.step_heads import Head, make_head
 from bench.step_kernels import profile_steps
 from bench.step_model import Options, open_runner
 from bench.step_peer import PeerStep, run_peer
 from bench.step_report import markdown
 from bench.step_rig import Rig, Timing, TooLargeError
-from bench.step_shapes import SHAPES, write_shape
+from bench.step_shapes import write_shape
 from bench.surroundings import surroundings
 from models.config import ModelConfig, ModelError
 from models.resident import NO_ROUTE
 from models.weights import DTYPES
 
-SECTIONS = ("decode", "extend", "prefill", "generate", "profile")
 _PROFILE_STEPS = 20
 _MARGIN = 16
 """Tokens of context beside those that a case asks for."""
@@ -197,7 +197,7 @@ class Bench:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
-    options = _parser().parse_args(argv)
+    options = parser(__doc__ or "").parse_args(argv)
     options.arguments = sys.argv[1:] if argv is None else list(argv)
     torch.set_num_threads(options.threads)
     try:
@@ -226,82 +226,6 @@ def _measure(options: argparse.Namespace, directory: Path) -> None:
     print("\n" + report)
     if options.markdown:
         _write(options.markdown, report)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bench.step", description=(__doc__ or "").partition("\n")[0])
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", type=Path, metavar="DIRECTORY", help="a checkpoint")
-    model.add_argument("--shape", choices=SHAPES, help="random weights of a published shape")
-    parser.add_argument("--layers", type=int, metavar="N", help="cut the shape to N layers, for a smoke test")
-    parser.add_argument("--device", default="cuda", help="where the model runs (%(default)s)")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="of weights and KV (%(default)s)")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads (%(default)s)")
-    parser.add_argument("--depth", type=int, default=2, metavar="N", help="steps in flight (%(default)s)")
-    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs (--graphs)")
-    parser.add_argument(
-        "--megakernel",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="one kernel a step, where it can be (--megakernel)",
-    )
-    parser.add_argument(
-        "--kernel-percent",
-        type=_percent,
-        default=100,
-        metavar="N",
-        help="of the multiprocessors, for the megakernel (%(default)s)",
-    )
-    parser.add_argument("--head", choices=HEADS, default="none", help="routing algorithm on every row (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="of sampling; 0: greedy (0)")
-    parser.add_argument(
-        "--sections", type=_sections, default=SECTIONS, metavar="LIST", help=f"what is measured ({','.join(SECTIONS)})"
-    )
-    parser.add_argument("--steps", type=int, default=200, metavar="N", help="most timed steps of a case (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="time of a case, roughly (%(default)s)")
-    parser.add_argument("--kv-tokens", type=int, default=0, metavar="N", help="KV pool (what the cases need)")
-    for flag, default, meaning in (
-        ("batches", "1,2,4,8,16,32,64,128,256", "rows of decode steps"),
-        ("contexts", "128,2048,8192", "tokens before them; the first one is the profile's"),
-        ("extend-batches", "1,2,4,8,16,32,64", "requests of extend steps"),
-        ("extend-tokens", "1,2,4,8,16", "new tokens of each of them"),
-        ("prefill", "128,512,2048,8192", "tokens of prompts"),
-        ("generate-batches", "1,4,8,16,32,64", "requests of whole answers"),
-    ):
-        parser.add_argument(
-            f"--{flag}", type=whole_numbers, default=default, metavar="LIST", help=f"{meaning} (%(default)s)"
-        )
-    parser.add_argument(
-        "--extend-context", type=int, default=1024, metavar="N", help="tokens before extend steps (%(default)s)"
-    )
-    parser.add_argument(
-        "--prompt", type=int, default=100, metavar="N", help="tokens of a prompt of generate (%(default)s)"
-    )
-    parser.add_argument("--output", type=int, default=256, metavar="N", help="tokens of its answer (%(default)s)")
-    parser.add_argument(
-        "--profile-batch",
-        type=int,
-        default=8,
-        metavar="N",
-        help="rows of the step whose kernels are listed (%(default)s)",
-    )
-    parser.add_argument("--vllm", type=Path, metavar="FOLDER", help="the peer's scripts, see bench/step_peer.py")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here, after each section")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here")
-    return parser
-
-
-def _percent(text: str) -> int:
-    if not (text.isdecimal() and 1 <= int(text) <= 100):
-        raise argparse.ArgumentTypeError(f"expected a number from 1 to 100, got {text!r}")
-    return int(text)
-
-
-def _sections(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in SECTIONS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(SECTIONS)}")
-    return names
 
 
 def _most(*lists: Iterable[int]) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import beside
-from bench.beside import Pair, table
+from bench.beside_pair import Pair, table
 from tests.models.tiny import tiny_qwen3
 
 LOADS = """

@@ -19,7 +19,10 @@ COMMANDS = sorted(
     if "ArgumentParser(" in path.read_text() and path.name not in ("child.py", "rank.py")
 )
 """All but those of processes that only the daemon starts."""
-IN_PLACE = {"bench.experiment_arguments": ("bench.throughput", ["--experiment", "a"])}
+IN_PLACE: dict[str, tuple[str, list[str]]] = {
+    "bench.experiment_arguments": ("bench.throughput", ["--experiment", "a"]),
+    "bench.step_arguments": ("bench.step", []),
+}
 """Parsers that another module's command line reaches, and how."""
 SAYS_DEFAULT = re.compile(r"\([^()]+\)|%\(default\)|\bdefault\b")
 
