@@ -28,7 +28,7 @@ class Log:
     gaps: list[float] = field(default_factory=list)
     """Seconds between two arrivals of tokens of one answer, however many tokens came."""
     whole: list[float] = field(default_factory=list)
-    """Seconds from a request to the end of its answer."""
+    """Seconds from a request to the end of its answer, where that was whole."""
 
     def clear(self) -> None:
         """Forget what was seen."""
@@ -44,11 +44,15 @@ class Answer:
     Args:
         log: of all clients.
         keep: whether text and token ids are wanted.
+        whole: False where only the rest of an answer is asked for: it takes less time than an answer.
         begun: called at the first token.
     """
 
-    def __init__(self, log: Log, *, keep: bool = False, begun: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, log: Log, *, keep: bool = False, whole: bool = True, begun: Callable[[], object] | None = None
+    ) -> None:
         self._log = log
+        self._whole = whole
         self._on_first = begun
         self.begun = time.perf_counter()
         self.first = 0.0
@@ -109,7 +113,7 @@ class Answer:
         self.tokens = usage["completion_tokens"] if usage else self.events
         if not self.tokens:
             raise AnswerError(f"no tokens in the stream: {(self._newest or self._rest)[:200]!r}")
-        if self._log.open:
+        if self._log.open and self._whole:
             self._log.whole.append(time.perf_counter() - self.begun)
 
     def token_ids(self) -> list[int]:

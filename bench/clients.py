@@ -1,14 +1,16 @@
-"""Closed-loop clients: each asks again as soon as it has been answered, so that a fixed number of requests is always under way."""
+"""Closed-loop clients: each asks again as soon as it has been answered, so that a fixed number of requests is always under way.
+
+What is under way at the beginning is what would be there after hours: client i has (i + 1/2) / N of a conversation behind it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,9 +18,12 @@ from bench.answer import Answer, Log
 from bench.dialect import Conversation, Dialect, stream
 from bench.endpoint import SILENCE, Address, Connection
 from bench.workloads import Turn, Workload
+from models.rng import Purpose, key
 
 _TICK = 0.2
 """Seconds between two words of progress."""
+_SEED_BITS = 31
+"""Of a request's seed: every server takes so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,8 @@ class Client:
 
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     """A token has come."""
+    turns: int = 0
+    """That it has asked."""
     tokens: int = 0
     events: int = 0
     handoffs: int = 0
@@ -112,6 +119,7 @@ class Seen:
     """Seconds to first tokens, as the following of what came between the two moments."""
     gaps: Sequence[float]
     whole: Sequence[float]
+    """Seconds of whole answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +137,17 @@ class Clients:
         dialect: of the server they ask.
         workload: what they ask.
         count: how many there are.
+        seed: of what their requests draw.
         silence: seconds without a byte after which an answer is given up.
     """
 
-    def __init__(self, dialect: Dialect, workload: Workload, count: int, silence: float = SILENCE) -> None:
+    def __init__(
+        self, dialect: Dialect, workload: Workload, count: int, *, seed: int = 0, silence: float = SILENCE
+    ) -> None:
         self._dialect = dialect
         self._workload = workload
         self._address = Address.of(dialect.target.url)
+        self._seed = seed
         self._silence = silence
         self._numbers = itertools.count()
         self._clients = [Client() for _ in range(count)]
@@ -222,28 +234,32 @@ class Clients:
 
     async def _run(self, place: int) -> None:
         client, connection = self._clients[place], Connection(self._address, self._silence)
-        first = True
         try:
             while True:
                 number = next(self._numbers)
-                conversation = Conversation(self._dialect, self._workload, number)
-                for turn in self._workload.conversation(number):
-                    said = self._shorter(turn, place) if first else turn
-                    path, body = conversation.request(said)
-                    first = False
-                    client.answer = answer = Answer(self.log, keep=conversation.keeps, begun=client.begun.set)
+                turns = self._workload.conversation(number) if client.turns else self._begun(number, place)
+                conversation = Conversation(self._dialect, self._workload, request_seed(self._seed, number))
+                for turn in turns:
+                    path, body = conversation.request(turn)
+                    client.turns += 1
+                    client.answer = answer = Answer(
+                        self.log, keep=conversation.keeps, whole=turn.whole, begun=client.begun.set
+                    )
                     await stream(connection, path, body, answer)
-                    client.ended(answer, said.max_tokens if self._workload.ignore_eos else 0)
+                    client.ended(answer, turn.max_tokens if self._workload.ignore_eos else 0)
                     if conversation.keeps:
                         conversation.answered(answer)
         finally:
             connection.close()
 
-    def _shorter(self, turn: Turn, place: int) -> Turn:
-        """First answers have lengths of their own, or all clients would end theirs together for ever after."""
-        if not self._workload.ignore_eos:
-            return turn
-        return replace(turn, max_tokens=math.ceil(turn.max_tokens * (place + 1) / len(self._clients)))
+    def _begun(self, number: int, place: int) -> Sequence[Turn]:
+        """A client's first conversation is under way already: all ages are there from the beginning, as they will be ever after."""
+        return self._workload.midway(number, (place + 0.5) / len(self._clients))
+
+
+def request_seed(seed: int, number: int) -> int:
+    """Of the requests of a conversation: those of two seeds, or of two numbers, have nothing in common."""
+    return key(seed, 0, number, Purpose.USER) >> (64 - _SEED_BITS)
 
 
 def route(usage: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -79,9 +79,13 @@ class Scrape:
                 sums[key] = sums.get(key, 0.0) + value
         return sums
 
-    def total(self, name: str) -> float:
-        """Sum over all labels."""
-        return sum(value for (found, _), value in self.samples.items() if found == name)
+    def total(self, name: str, **labels: str) -> float:
+        """Sum over all samples with these labels."""
+        return sum(
+            value
+            for (found, own), value in self.samples.items()
+            if found == name and labels.items() <= dict(own).items()
+        )
 
     def counters(self) -> Counters:
         """Totals of all models."""

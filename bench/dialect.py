@@ -17,6 +17,8 @@ _TOKENS = 8
 """Of the answer to a trial."""
 _IDS = 16
 """Of the prompt of a trial."""
+_WARMING = 64
+"""Of the answer that lets all models of a route see what conversations begin with; each of them writes some of it."""
 _WORDS = 256
 """The same, where tokens have to be counted."""
 _NOT_UNDERSTOOD = frozenset((400, 404, 405, 415, 422, 501))
@@ -110,10 +112,11 @@ class Conversation:
         return _COMPLETIONS, {"prompt": self._text}
 
     def _words(self, ids: Prompt) -> str:
-        """About as many tokens as ids; the same words for the same ids, so that what begins alike goes on beginning alike."""
-        count = max(1, round(len(ids) / self._dialect.tokens_per_word))
+        """About as many tokens as ids, each word by the id in its place: prompts are alike for as many tokens as their ids are."""
+        rate = self._dialect.tokens_per_word
         numbers = [token for token in ids if isinstance(token, int)]
-        return "".join(f" {_VOCABULARY[numbers[word % len(numbers)] % len(_VOCABULARY)]}" for word in range(count))
+        places = (min(int(word * rate), len(numbers) - 1) for word in range(max(1, round(len(numbers) / rate))))
+        return "".join(f" {_VOCABULARY[numbers[place] % len(_VOCABULARY)]}" for place in places)
 
 
 async def learn(target: Target, workload: Workload, silence: float) -> Dialect:
@@ -166,6 +169,17 @@ async def _trial(connection: Connection, dialect: Dialect, workload: Workload, s
     return replace(
         dialect, continuous=answer.counted_early, tokens_per_word=counted / _WORDS if in_words and counted else 1.0
     )
+
+
+async def warm(connection: Connection, dialect: Dialect, workload: Workload) -> None:
+    """Ask for what all conversations begin with, so that prefix caches have it, as they would after the first conversation.
+
+    Raises:
+        EndpointError: it was refused, broke off or failed.
+    """
+    if workload.system:
+        path, body = Conversation(dialect, workload, seed=0).request(Turn(workload.shared, _WARMING))
+        await stream(connection, path, body, Answer(Log()))
 
 
 async def stream(connection: Connection, path: str, body: Mapping[str, Any], answer: Answer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +17,8 @@ TROUTERD, STD, SYNCHRONOUS = "trouterd", "std serving", "step-synchronous"
 """Systems: the daemon as it is, one server per model with a dispatcher outside, and all models in step."""
 TURNS = "turns"
 """The daemon whose models run one at a time."""
+ITSELF = "by itself"
+"""Systems whose names begin so: a daemon of the large model and of nothing else."""
 SMALL, MIDDLE, LARGE = "small", "middle", "large"
 """Subjects: a model alone."""
 
@@ -39,8 +41,12 @@ class Case:
     """Those with the highest number are dropped first."""
     settle: float = 0.0
     """Seconds of load before the window."""
+    repeats: int = 1
+    """Windows of which it is the mean, each with load before it."""
     seconds: float = 0.0
     """Of its window at most; 0: as long as the others'."""
+    prefill: float = 0.0
+    """Seconds until all streams have a first token, roughly."""
     changed: tuple[str, ...] = ()
     """Models whose steps differ here from those of trouterd as it is, even where they are alone."""
     instant: bool = False
@@ -94,6 +100,10 @@ class Stage:
     """Starts it, given a folder."""
     cases: tuple[Case, ...]
 
+    def repeated(self, repeats: int) -> Stage:
+        """The same, with each window measured so often, from once on."""
+        return replace(self, cases=tuple(replace(case, repeats=repeats) for case in self.cases))
+
 
 def matching(cases: Sequence[Case], only: Sequence[str]) -> tuple[Case, ...]:
     """Those whose key matches one of some patterns of a shell; all for no pattern."""
@@ -102,7 +112,7 @@ def matching(cases: Sequence[Case], only: Sequence[str]) -> tuple[Case, ...]:
 
 def cost(case: Case, seconds: float) -> float:
     """Seconds that it takes, where its window has `seconds`."""
-    return 0.0 if case.instant else case.settle + length(case, seconds) + AROUND
+    return 0.0 if case.instant else case.repeats * (case.prefill + case.settle + length(case, seconds) + AROUND)
 
 
 def length(case: Case, seconds: float) -> float:

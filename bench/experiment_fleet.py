@@ -91,7 +91,10 @@ class OpenedFleet:
             self._fleet.pin(dict(zip(self._setup.names, found.thresholds, strict=True)), case.streams)
             facts = {"predicted": found.tokens_per_second, "contention": list(network.contention), "contention_by": by}
             self._known[same] = self._measured(case, pattern, measure, facts)
-        return replace(self._known[same], case=case)
+        known = self._known[same]
+        # One window cannot stand for several unless it says so.
+        told = known.facts if known.case == case else {**known.facts, "same_as": known.case.batching}
+        return replace(known, case=case, facts=told)
 
     def _measured(
         self, case: Case, pattern: Pattern | Mixture | None, measure: Measure, facts: Mapping[str, Any]
@@ -201,6 +204,7 @@ def opened_fleet(
     patterns: Sequence[Pattern | Mixture],
     steps: StepTimes,
     assumed: Assumed,
+    pools: dict[str, int],
 ) -> Iterator[OpenedFleet]:
     """Serve a deployment together with a route for each pattern.
 
@@ -211,10 +215,12 @@ def opened_fleet(
         patterns: whose routes are added.
         steps: see `OpenedFleet`.
         assumed: the same.
+        pools: is told the tokens of the models' KV pools.
     """
     folder.mkdir(parents=True, exist_ok=True)
     routes = routes_of(setup, patterns, folder, heads=True)
     full = replace(deployment, routes=(*deployment.routes, *routes))
     by_key = {pattern.key: pattern for pattern in patterns}
     with serving(full, folder) as fleet, ExitStack() as stack:
+        pools.update({model["name"]: int(model["kv_tokens"]) for model in fleet.call("models")["models"]})
         yield OpenedFleet(fleet, folder, stack, setup, by_key, steps, assumed)

@@ -6,13 +6,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.experiment_case import LARGE, STD, TROUTERD, Case, Record
+from bench.experiment_case import ITSELF, LARGE, STD, TROUTERD, Case, Record
 from bench.experiment_fleet import AUTO, EAGER, PLANNED
 from bench.experiment_result import Result
 from bench.experiment_settings import told
+from bench.ideal import ideal_of
 
 OTHER_RUN = "\\*"
 """Behind a ratio to a window of another run."""
+AT_ONCE = "\\*"
+"""Behind times to the first token of requests that all began at once, before the window."""
+_LEAST = {"p95": 20, "p99": 100}
+"""Samples that a percentile takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +45,42 @@ class Measured:
             value = (value or {}).get(key)  # percentiles of nothing are None
         return None if value is None else float(value)
 
+    def time_of(self, field: str, key: str) -> float | None:
+        """A mean or percentile of a window's times; None: not known, or there were too few of them.
+
+        Windows of before answers had seeds are left out with their whole answers: only such as had been cut short ended in them.
+        """
+        window = self.record.window
+        times = window.get(field) or {}
+        if field == "request_ms" and "seed" not in window:
+            return None
+        if field != "gap_ms" and "count" not in times:
+            # Of a file from before they were counted: as many requests began in a window as ended, or all at once before it.
+            count = self.case.streams if field == "ttft_ms" and self.began_at_once else window["requests"] or 0
+            return self.of(field, key) if count >= _LEAST.get(key, 1) else None
+        return self.of(field, key)
+
+    @property
+    def began_at_once(self) -> str:
+        """A mark, where the times to the first token are those of all requests beginning at once."""
+        return AT_ONCE if (self.record.window.get("extra") or {}).get("ttft_of") == "start" else ""
+
+    @property
+    def same_as(self) -> str:
+        """The way to wait whose thresholds were the same: that window stands for this one as well; '' for a window of its own."""
+        return str(self.record.facts.get("same_as", ""))
+
+    @property
+    def spread(self) -> tuple[float, float] | None:
+        """Least and most token/s of its repeats; None: there is one window alone."""
+        rates = [float(one["tokens_per_second"]) for one in self.record.window.get("repeats") or ()]
+        return (min(rates), max(rates)) if len(rates) > 1 else None
+
     @property
     def of_ideal(self) -> float | None:
-        """Share of the bound that no policy exceeds."""
-        ideal = self.of("ideal")
-        return self.rate / ideal if ideal else None
+        """Share of what requests that never wait would write, in steps like those of this window; by the models' own counts."""
+        ideal = ideal_of(self.record.window)
+        return sum(self.record.window["tokens_per_model"].values()) / ideal if ideal else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +90,22 @@ class Ratio:
     value: float
     same_run: bool
 
+    def times(self, factor: float) -> Ratio:
+        """The same runs, another value."""
+        return Ratio(self.value * factor, self.same_run)
+
+    @property
+    def mark(self) -> str:
+        """Behind a value of two runs."""
+        return "" if self.same_run else OTHER_RUN
+
     def __str__(self) -> str:
-        return f"{self.value:.2f}{'' if self.same_run else OTHER_RUN}"
+        return f"{self.value:.2f}{self.mark}"
+
+
+def over(one: Measured | None, other: Measured | None) -> Ratio | None:
+    """One window's token/s by another's; None where one is missing."""
+    return Ratio(one.rate / other.rate, one.run == other.run) if one and other and other.rate else None
 
 
 class Group:
@@ -87,11 +137,6 @@ class Group:
         """That all systems were given; '' for none."""
         return told(self.head.get("settings", {}))
 
-    @property
-    def large(self) -> list[Measured]:
-        """The large model alone."""
-        return self.select(subject=LARGE)
-
     def name(self, subject: str) -> str:
         """Of a subject, for tables."""
         return self.names.get(subject, f"{subject} only" if subject in ("small", "middle", "large") else subject)
@@ -118,15 +163,20 @@ class Group:
         return sorted(found, key=lambda one: one.case.streams)
 
     def best(self, workload: str, subject: str, streams: int) -> Measured | None:
-        """Of trouterd's ways to wait the fastest; wrong thresholds are none."""
+        """Of trouterd's ways to wait the fastest, which is known afterwards only; wrong thresholds are none."""
         ways = (PLANNED, AUTO, EAGER, "")
         found = [
             one for one in self.select(workload=workload, subject=subject, streams=streams) if one.case.batching in ways
         ]
         return max(found, key=lambda one: one.rate, default=None)
 
-    def ratio(self, one: Measured, *, subject: str = LARGE, system: str = TROUTERD) -> Ratio | None:
-        """To a window of the same workload and streams, the large model's or a named one; of the same run if it has one."""
+    def learned(self, workload: str, subject: str, streams: int) -> Measured | None:
+        """With the controller's lists, as the daemon does it unless told otherwise; one stream alone never waits."""
+        way = AUTO if streams > 1 else None
+        return next(iter(self.select(workload=workload, subject=subject, streams=streams, batching=way)), None)
+
+    def beside(self, one: Measured, *, subject: str, system: str) -> Measured | None:
+        """A window of the same workload and streams: of the same run if it has one, else of the latest other."""
         case = one.case
         others = [
             other
@@ -136,10 +186,54 @@ class Group:
             and other.case.workload == case.workload
             and other.case.streams == case.streams
         ]
-        if not others:
-            return None
-        other = next((other for other in reversed(others) if other.run == one.run), others[-1])
-        return Ratio(one.rate / other.rate, other.run == one.run) if other.rate else None
+        return next((other for other in reversed(others) if other.run == one.run), others[-1] if others else None)
+
+    def ratio(self, one: Measured, *, subject: str, system: str = TROUTERD) -> Ratio | None:
+        """To a window of the same workload and streams."""
+        return over(one, self.beside(one, subject=subject, system=system))
+
+    def large_only(self, one: Measured) -> list[Measured]:
+        """The large model without routing, in each way to serve it that was measured at this workload and these streams."""
+        found = (self.beside(one, subject=LARGE, system=system) for system in self.large_systems)
+        return [other for other in found if other is not None]
+
+    def best_large(self, one: Measured) -> Measured | None:
+        """The fastest of these."""
+        return max(self.large_only(one), key=lambda other: other.rate, default=None)
+
+    def fastest_large(self, workload: str, streams: int) -> Measured | None:
+        """The large model without routing, in the fastest way to serve it."""
+        found = [
+            one
+            for system in self.large_systems
+            for one in self.select(system=system, workload=workload, subject=LARGE, streams=streams)
+        ]
+        return max(found, key=lambda one: one.rate, default=None)
+
+    def to_large(self, one: Measured) -> Ratio | None:
+        """To the fastest of these."""
+        return over(one, self.best_large(one))
+
+    def cost(self, one: Measured, field: str) -> Ratio | None:
+        """What 1,000 tokens cost, by the fastest of these.
+
+        Args:
+            one: the window.
+            field: `gpu_seconds_per_1000` or `large_forwards_per_1000`.
+        """
+        other = self.best_large(one)
+        own, others = one.of(field), other.of(field) if other else None
+        return Ratio(own / others, one.run == other.run) if other and own is not None and others else None
+
+    def to_routed_large(self, one: Measured) -> Ratio | None:
+        """To the large model of the daemon that routes."""
+        return self.ratio(one, subject=LARGE)
+
+    @property
+    def large_systems(self) -> list[str]:
+        """Ways to serve the large model without routing, in the order of measuring."""
+        found = dict.fromkeys(one.case.system for one in self._all if one.case.subject == LARGE)
+        return [system for system in found if system == TROUTERD or system.startswith(ITSELF)]
 
     def to_std(self, one: Measured) -> Ratio | None:
         """To Std. Serving of the same route."""

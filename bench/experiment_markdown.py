@@ -45,4 +45,4 @@ def batching(one: Measured) -> str:
 
 def by_model(values: object) -> str:
     """A window's figures of each model."""
-    return ", ".join(cell(float(value)) for value in values.values()) if isinstance(values, dict) else "-"
+    return ", ".join(cell(float(value)) for value in values.values()) if isinstance(values, dict) and values else "-"

@@ -15,10 +15,14 @@ from bench.peer_folder import PeerError
 from bench.vllm_peer import PeerCase, run_std_serving
 
 VLLM = "std serving on vLLM"
-_TOKENS = 64
-"""Of an answer."""
-_START = 200.0
-"""Seconds that two engines take to load, and the script to end."""
+_PROMPT, _TOKENS = 100, 64
+"""Of the script's requests."""
+WORKLOAD = f"{_PROMPT}/{_TOKENS}"
+"""Ours that is most like its load: it sends N requests at once and waits for the last, prefill and drain included; ours goes on."""
+_MOST_PATTERNS = 2
+"""Each takes the script some seconds for every number of streams."""
+_LIMIT = 300.0
+"""Seconds for two engines to load, 150, and for the script; what it has not come to by then is not measured."""
 
 
 class OpenedPeer:
@@ -52,24 +56,30 @@ def peer(scope: Scope, folder: Path, counts: Sequence[int], importance: int) -> 
         importance: of its windows.
     """
     small, large = scope.setup.sources
-    known = [one for one in scope.patterns if isinstance(one, Pattern) and not one.writes_on]
-    shares: dict[str, float | None] = {one.key: one.p for one in known}
+    shares: dict[str, float | None] = {one.key: one.p for one in known(scope)}
 
     @contextmanager
     def start(_: Path) -> Iterator[OpenedPeer]:
         values = [share for share in dict.fromkeys(shares.values()) if share is not None]
         try:
-            cases = run_std_serving(folder, small=small, large=large, streams=counts, shares=values, tokens=_TOKENS)
+            cases = run_std_serving(
+                folder, small=small, large=large, streams=counts, shares=values, tokens=_TOKENS, limit=_LIMIT
+            )
         except PeerError as error:
             raise CaseError(str(error)) from error
         yield OpenedPeer(cases, shares | {LARGE: None})
 
     cases = [
-        replace(scope.case(scope.workloads[0], subject, count, importance, system=VLLM), instant=True)
+        replace(scope.case(WORKLOAD, subject, count, importance, system=VLLM), instant=True)
         for subject in (*shares, LARGE)
         for count in counts
     ]
-    return Stage(VLLM, _START, start, tuple(cases))
+    return Stage(VLLM, _LIMIT, start, tuple(cases))
+
+
+def known(scope: Scope) -> list[Pattern]:
+    """Patterns that a dispatcher of its kind knows, the important ones."""
+    return [one for one in scope.patterns if isinstance(one, Pattern) and not one.writes_on][:_MOST_PATTERNS]
 
 
 def _window(case: Case, found: PeerCase) -> dict[str, Any]:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.experiment_case import LARGE, STD
+from bench.experiment_compared import system_name
 from bench.experiment_fleet import AUTO, EAGER, PLANNED
 from bench.experiment_group import Group, Measured
+from bench.experiment_rates import at_rates
 from bench.experiment_tables import factor
 
 if TYPE_CHECKING:
@@ -32,21 +34,25 @@ def write_plots(group: Group, points: Sequence[dict[str, Any]], folder: Path) ->
     from matplotlib.figure import Figure
 
     experiment = str(group.head["experiment"])
-    figures: list[tuple[str, Callable[[Axes], None]]] = []
+    figures: list[tuple[str, list[str], Callable[[Axes], None]]] = []
     if points:
-        figures.append(("", lambda axes: _quality(axes, points)))
+        figures.append(("", [], lambda axes: _quality(axes, points)))
     elif group.windows:
-        workloads = _workloads(experiment, group)
+        several = _workloads(experiment, group)
         figures = [
-            (f"-{short(workload)}" if len(workloads) > 1 else "", _drawer(experiment, group, workload))
-            for workload in workloads
+            (
+                f"-{short(workload)}" if len(several) > 1 else "",
+                group.workloads() if experiment == "g" else [workload],
+                _drawer(experiment, group, workload),
+            )
+            for workload in several
         ]
     written = []
-    for suffix, draw in figures:
+    for suffix, workloads, draw in figures:
         figure = Figure(figsize=_INCHES, layout="constrained")
         axes = figure.subplots()
         draw(axes)
-        axes.set_title(f"{group.title}; {group.head['hardware']}", fontsize=10)
+        axes.set_title("; ".join([group.title, *workloads, str(group.head["hardware"])]), fontsize=10)
         axes.grid(alpha=0.3)
         for axis in (axes.xaxis, axes.yaxis):
             if axis.get_scale() == "log":
@@ -108,18 +114,24 @@ def _compared(axes: Axes, group: Group, workload: str) -> None:
         _line(axes, _ratios(group, best), group.name(subject), number)
         std = group.select(system=STD, workload=workload, subject=subject)
         _line(axes, _ratios(group, std), f"{group.name(subject)}, Std. Serving", number, ":")
-    axes.axhline(1.0, color="black", linewidth=1, label="large model alone")
+    _baseline(axes, group)
     axes.set_yscale("log")
-    axes.set_ylabel("token/s over the large model's alone")
+    axes.set_ylabel("token/s over large only, at nominal rates; routed: the fastest B")
     _streams_axis(axes, counts)
+
+
+def _baseline(axes: Axes, group: Group) -> None:
+    ways = [system_name(system) for system in group.large_systems]
+    several = f"the fastest of {len(ways)}: " if len(ways) > 1 else ""
+    axes.axhline(1.0, color="black", linewidth=1, label=f"large only, {several}{', '.join(ways)}")
 
 
 def _ratios(group: Group, windows: Sequence[Measured | None]) -> list[tuple[float, float]]:
     found = []
     for one in windows:
-        ratio = group.ratio(one) if one else None
+        ratio = group.to_large(one) if one else None
         if one and ratio:
-            found.append((float(one.case.streams), ratio.value))
+            found.append((float(one.case.streams), (at_rates(group, one, ratio) or ratio).value))
     return found
 
 
@@ -129,7 +141,10 @@ def _scaled_up(axes: Axes, group: Group, workload: str) -> None:
     routed = [one for count in counts if (one := group.best(workload, subject, count))]
     lines = {
         f"routed: {group.name(subject)}": routed,
-        "large model alone": group.select(workload=workload, subject=LARGE),
+        **{
+            f"large only, {system_name(system)}": group.select(system=system, workload=workload, subject=LARGE)
+            for system in group.large_systems
+        },
         "Std. Serving": group.select(system=STD, workload=workload, subject=subject),
     }
     for number, (label, found) in enumerate(lines.items()):
@@ -146,17 +161,19 @@ def _switched(axes: Axes, group: Group, workload: str) -> None:
             found = [
                 one
                 for one in group.select(workload=workload, batching=way, streams=count)
-                if ":" in one.case.subject and group.ratio(one)
+                if ":" in one.case.subject and group.to_large(one)
             ]
             points = [
-                (float(one.case.subject.partition(":")[2]), ratio.value) for one in found if (ratio := group.ratio(one))
+                (float(one.case.subject.partition(":")[2]), ratio.value)
+                for one in found
+                if (ratio := group.to_large(one))
             ]
             _line(axes, points, f"N = {count}, {way}", number)
             number += bool(points)
-    axes.axhline(1.0, color="black", linewidth=1, label="large model alone")
+    _baseline(axes, group)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("every n-th token by the large model, n")
-    axes.set_ylabel("token/s over the large model's alone")
+    axes.set_ylabel("token/s over large only")
 
 
 def _mistaken(axes: Axes, group: Group, workload: str) -> None:
@@ -167,7 +184,8 @@ def _mistaken(axes: Axes, group: Group, workload: str) -> None:
             right = next((one for one in found if one.case.batching == PLANNED), None)
             if right is None or not right.rate:
                 continue
-            points = [(factor(one.case.batching), one.rate / right.rate) for one in found if factor(one.case.batching)]
+            own = [one for one in found if factor(one.case.batching) and not one.same_as]
+            points = [(factor(one.case.batching), one.rate / right.rate) for one in own]
             _line(axes, points, f"{group.name(subject)}, N = {count}", number)
             number += 1
     axes.set_xscale("log", base=2)
@@ -180,11 +198,14 @@ def _placed(axes: Axes, group: Group, workload: str) -> None:
     for number, system in enumerate(dict.fromkeys(one.case.system for one in group.windows)):
         for way, style in ((PLANNED, "-"), (EAGER, ":")):
             found = group.select(system=system, workload=workload, subject=subject, batching=way)
-            points = [(one.rate, gap) for one in found if (gap := one.of("gap_ms", "p99")) is not None]
+            found = [one for one in found if one.of("gap_ms", "p99") is not None]
+            points = [(one.rate, one.of("gap_ms", "p99") or 0.0) for one in found]
             _line(axes, points, f"{'as it is' if number == 0 else system}, {way}", number, style)
+            for one, point in zip(found, points, strict=True):
+                axes.annotate(str(one.case.streams), point, xytext=(4, 4), textcoords="offset points", fontsize=7)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlabel("token/s")
+    axes.set_xlabel("token/s; at the points: requests in flight")
     axes.set_ylabel("gap between tokens, p99, ms")
 
 

@@ -7,13 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.experiment_case import STD
+from bench.experiment_compared import compared
+from bench.experiment_details import details, latencies
 from bench.experiment_group import Group
 from bench.experiment_markdown import cell, table
 from bench.experiment_plots import write_plots
 from bench.experiment_result import Result, read_results
 from bench.experiment_settings import told
 from bench.experiment_sharing import placed
-from bench.experiment_tables import ablated, compared, details, lengthened, mistaken, scaled_up, switched
+from bench.experiment_tables import ablated, lengthened, mistaken, scaled_up, switched
 from bench.experiment_targets import targets_table
 from bench.experiment_time import spent_table
 from bench.patterns import DRAWN
@@ -41,16 +44,36 @@ _TABLES: dict[str, Callable[[Group], str]] = {
     "f": placed,
     "g": lengthened,
 }
+_ONE_WINDOW = (
+    "One window for each point, so that their spread is not known: differences of a few percent may be chance."
+)
+_STD_ON_ONE = """\
+Std. Serving had no servers of its own here: the routed daemon's models answered, through the one api process of that daemon, which
+is to its disadvantage."""
 _NO_HEADS = "A scripted model has no hidden states: beside one no head runs."
 _NOTES = """\
 - *planned B*: lists of `trouterctl batching plan`, from step times of the models alone (same run) and the rates in the names;
   *learned B*: the controller's (`auto`), after a while of this load; in brackets what was in force, small model first.
   *eager*: every launch takes what is ready.
-- *x large*: token/s by those of the large model alone, same workload and streams, same run; \\* another run on the same kind
-  of card. *of ideal*: of the bound that no policy exceeds, for the window's own step times and routing.
-- *Std. Serving*: a dispatcher outside of the servers asks for one token a call, by the same draws, of the same daemon's models
-  (with `--std-servers` of a daemon for each). No head runs for it, which is to its advantage.
-- `3072/32768`: the middle of answers of 8,192 tokens, whose first 3,072 come as a prompt, since a window is too short for all.
+- *large only*: the large model without routing, same workload and streams, in the fastest way that was measured: by itself in a
+  daemon of its own (with the persistent kernel, without it, over all GPUs), or by its name in the daemon that routes. \\* behind
+  a ratio: to a window of another run on the same kind of card.
+- *drawn*: shares of steps that handed over (p) and back (q) in the window, for the ones that are in the name: a window of seconds
+  misses them by some percent, and routed windows of one run draw alike. *at nominal rates*: the ratio for the latter, to first
+  order (time in steps of each model by the steps there, time between steps by the hand-offs). Targets are judged by it.
+- *measured* against a target is the fastest of the planned, learned and eager windows, chosen afterwards; *learned B* is what
+  the daemon does unless told otherwise.
+- Times: means, medians, 95th percentiles of 20 or more, 99th of 100 or more. \\* behind a time to the first token: no request
+  began in the window, and it is that of all N beginning at once. *held*: for how long a launch was held back;
+  *waited for a launch*: requests, from when they could take a row to the launch of it, *admission* for new ones alone. *Estimated*:
+  time to the first token, and the mean time per token for the others. *cached*: of the tokens that came to a model.
+- *of ideal*: of the token/s of requests that never wait, in steps as long as the window's in the mean and with its own moves: the
+  part of their time that requests are in steps; for every system alike. *at the pace alone*: of their time, what the steps would
+  take if they were as long as for that model alone with one row a request.
+- *Std. Serving*: a dispatcher outside of the servers asks for one token a call, by the same draws. No head runs for it, which is
+  to its advantage.
+- *Std. Serving on vLLM*: the peer's script sends N requests of 100 and 64 tokens at once and waits for the last of them, prefill
+  and drain included; beside it there is ours at `100/64`, which goes on with N requests all the time.
 - N: requests in flight, closed loop. GPU-s: GPUs that the system keeps times seconds.
 """
 
@@ -130,7 +153,7 @@ def _section(group: Group, folder: Path) -> str:
         routed = [one for one in group.windows if one.case.subject in group.names]
         if times := spent_table(group, routed):
             parts.append(f"Where the time goes, ms of a request per token of its answer:\n\n{times}")
-        parts.append(f"<details><summary>All windows</summary>\n\n{details(group)}\n</details>")
+        parts.append(f"<details><summary>All windows</summary>\n\n{details(group)}\n{latencies(group)}\n</details>")
     parts += [f"![]({path.name})" for path in write_plots(group, points, folder)]
     parts.append("\n".join(_lacking(group)))
     return "\n\n".join(part.rstrip() for part in parts if part)
@@ -142,7 +165,13 @@ def _origin(group: Group) -> Iterable[str]:
         head = result.head
         versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
         window = f"; windows of {head['seconds']:g} s" if "seconds" in head else ""
-        yield f"- {head['started']}: {head['hardware']}, {versions}, commit {head['commit']}{window}: `{head['command']}`"
+        dirty = " with changes that were not committed" if str(head["commit"]).endswith("+") else ""
+        commit = f"commit {head['commit']}{dirty}"
+        yield f"- {head['started']}: {head['hardware']}, {versions}, {commit}{window}: `{head['command']}`"
+        if result.records and not any(record.window.get("repeats") for record in result.records):
+            yield f"  - {_ONE_WINDOW}"
+        if not head.get("std_servers") and any(record.case.system == STD for record in result.records):
+            yield f"  - {_STD_ON_ONE}"
 
 
 def _lacking(group: Group) -> Iterable[str]:

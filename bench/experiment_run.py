@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bench.experiment_case import Case, CaseError, Measure, Opened, Record, Stage, within
 from bench.experiment_result import Result
 from bench.experiment_steps import StepTimes
+from bench.kv_pools import RoomError
 from bench.progress import Progress
 from trouterd.daemon import DaemonError
 
@@ -46,6 +48,8 @@ class Runner:
         self._seconds, self._measure, self._steps = seconds, measure, steps
         self._progress, self._clock = progress, clock
         self._end = clock() + budget
+        self._most: dict[str, int] = {}
+        """Requests of a workload that KV pools have room for, where there were too many."""
         self._left = {stage.name: list(stage.cases) for stage in stages}
 
     def run(self) -> None:
@@ -82,15 +86,34 @@ class Runner:
             self._case(case, opened)
 
     def _case(self, case: Case, opened: Opened) -> None:
+        most = self._most.get(case.workload, case.streams)
         try:
-            record = opened.record(case, self._measure)
+            record = opened.record(case, self._measure) if case.streams <= most else self._fewer(case, opened, most)
+        except RoomError as error:
+            # What is measured later is to be compared with this, on whatever servers.
+            self._most[case.workload] = error.most
+            self._case(case, opened)
+            return
         except (CaseError, RuntimeError, OSError) as error:
             self._fail(case, error)
             return
-        self._steps.learn(case, record.window)
+        if record is None:
+            return
+        self._steps.learn(record.case, record.window)
         self._result.records.append(record)
         self._save()
         self._progress.done(_line(record))
+
+    def _fewer(self, case: Case, opened: Opened, most: int) -> Record | None:
+        """The same with as many streams as have room; None: that has been measured."""
+        fewer = replace(case, streams=most)
+        if not most:
+            raise CaseError("the KV pools have no room for one such request")
+        if fewer.key in {record.case.key for record in self._result.records}:
+            self._progress.done(f"{case.key}: room for {most} only, which have been measured")
+            return None
+        record = opened.record(fewer, self._measure)
+        return replace(record, facts={**record.facts, "asked_streams": case.streams})
 
     def _fitting(self, stage: Stage, *, started: bool) -> set[str]:
         """Keys of the windows for which there is time, of all stages from this one on."""

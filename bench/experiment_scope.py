@@ -15,12 +15,17 @@ from bench.experiment_servers import opened_servers
 from bench.experiment_setup import CPU, Setup
 from bench.experiment_steps import StepTimes
 from bench.patterns import Mixture, Pattern
+from bench.workloads import find
 
 REFERENCE = 0
 """Importance of what everything is compared with."""
 _START = {CPU: 5.0}
 _GPU_START = 45.0
 """Seconds that a daemon needs to start and to end."""
+_PREFILL_RATE = 9000.0
+"""Tokens per second of a GPU: Qwen3-32B on an H200 takes 57 ms for 512."""
+_ALONE_SECONDS, _STEPS_SECONDS, _ALONE_SETTLE = 10.0, 3.0, 1.0
+"""Most of a window of the large model alone, and of one that only gives step times: their steps are all alike."""
 _MOST_ROUTES = 3
 """Of one daemon: a device captures whole steps for so many, and runs those of more in parts, which costs some launches."""
 
@@ -43,8 +48,10 @@ class Scope:
     """The peer's scripts."""
     daemon_start: float = 0.0
     """Seconds that a daemon takes to start and to end; 0: what is usual."""
-    own_servers: bool = False
-    """Std. Serving on servers of its own, in place of the routed daemon's models."""
+    own_servers: bool = True
+    """Std. Serving on servers of its own; False: on the routed daemon's models, whose one api process takes every call."""
+    pools: dict[str, int] = field(default_factory=dict)
+    """Tokens of the models' KV pools in the routed daemon, once it has run."""
 
     @property
     def start(self) -> float:
@@ -72,6 +79,7 @@ class Scope:
         changed: tuple[str, ...] = (),
     ) -> Case:
         """One window."""
+        prefill, alone = self._prefill(workload, streams), subject in self.setup.names
         return Case(
             system=system,
             workload=workload,
@@ -81,18 +89,32 @@ class Scope:
             body=body or {},
             changed=changed,
             importance=importance,
-            settle=self.learn if batching == AUTO else self.settle,
+            # A route's first tokens come before its large model has read a prompt: that is at the first visit of each request.
+            settle=(self.learn if batching == AUTO else self.settle) + (0.0 if alone else prefill),
+            prefill=prefill if alone else 0.0,
         )
 
-    def alone(
-        self, workload: str, streams: Sequence[int], importance: int = REFERENCE, system: str = TROUTERD
-    ) -> list[Case]:
-        """Each model alone: what routing is compared with, and step times for the planner."""
-        return [
-            self.case(workload, name, count, importance, system=system)
-            for name in (LARGE, *self.setup.names[1:-1], SMALL)
-            for count in streams
-        ]
+    def _prefill(self, workload: str, streams: int) -> float:
+        """Seconds of all first prompts, which hold half of an answer in the mean; 0 where no model is on a GPU."""
+        if self.setup.placement == CPU:
+            return 0.0
+        return streams * find(workload).under_way / _PREFILL_RATE
+
+    def alone(self, workload: str, streams: Sequence[int], rank: int = 0) -> list[Case]:
+        """Each model alone: what routing is compared with, and step times for the planner.
+
+        Args:
+            workload: of the windows.
+            streams: the important ones first.
+            rank: what each further number of streams costs in importance.
+        """
+        found = []
+        for name in (LARGE, *self.setup.names[1:-1], SMALL):
+            for place, count in enumerate(streams):
+                case = self.case(workload, name, count, REFERENCE + rank * place)
+                seconds = _ALONE_SECONDS if name == LARGE else _STEPS_SECONDS
+                found.append(replace(case, seconds=seconds, settle=min(case.settle, _ALONE_SETTLE)))
+        return found
 
     def fleets(self, cases: Sequence[Case]) -> list[Stage]:
         """Daemons with the routes that the windows need, few of them each; a model alone is measured in the first one."""
@@ -108,7 +130,7 @@ class Scope:
         return [*stages, Stage(STD, self.start, self._open_servers, tuple(apart))] if apart else stages
 
     def _open_servers(self, folder: Path) -> AbstractContextManager[Opened]:
-        return opened_servers(self.setup, folder, self.patterns)
+        return opened_servers(self.setup, folder, self.patterns, self.pools)
 
     def fleet(
         self,
@@ -132,6 +154,6 @@ class Scope:
 
         def start(folder: Path) -> AbstractContextManager[Opened]:
             assumed = Assumed(self.setup.contention if contention is None else tuple(contention), measured)
-            return opened_fleet(served, folder, self.setup, self.patterns, self.steps, assumed)
+            return opened_fleet(served, folder, self.setup, self.patterns, self.steps, assumed, self.pools)
 
         return Stage(name, self.start, start, tuple(cases))

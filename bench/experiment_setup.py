@@ -21,7 +21,7 @@ from trouterd.demo import LARGE_DIRECTORY, SMALL_DIRECTORY
 from trouterd.settings import BUILTIN, ConfigError, load
 
 CPU = "cpu"
-_BUILTIN = {f"{BUILTIN}small": SMALL_DIRECTORY, f"{BUILTIN}large": LARGE_DIRECTORY}
+BUILTIN_DIRECTORIES = {f"{BUILTIN}small": SMALL_DIRECTORY, f"{BUILTIN}large": LARGE_DIRECTORY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,18 @@ def head_inputs(source: str) -> HeadInputs | None:
     """What a model gives a routing head; None for a script, which has no weights."""
     if source.startswith(SCRIPT):
         return None
-    with tempfile.TemporaryDirectory() as name:
-        directory = write_shape(source, Path(name)) if source in SHAPES else _BUILTIN.get(source, Path(source))
-        config = ModelConfig.load(directory)
+    config = model_config(source)
     return HeadInputs(config.hidden_size, config.hidden_size, config.vocab_size)
+
+
+def model_config(source: str) -> ModelConfig:
+    """Of a source that is no script.
+
+    Raises:
+        models.config.ModelError: it is not of a known family, or is not there.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        directory = (
+            write_shape(source, Path(name)) if source in SHAPES else BUILTIN_DIRECTORIES.get(source, Path(source))
+        )
+        return ModelConfig.load(directory)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from bench.experiment_case import LARGE, MIDDLE, SMALL, TROUTERD
 from bench.experiment_contention import Fit
+from bench.experiment_details import latency
 from bench.experiment_group import Group, Measured
 from bench.experiment_markdown import batching, by_model, cell, percent, table
 from bench.experiment_steps import StepTimes, mean_step
@@ -18,7 +19,18 @@ _AS_IT_IS = "as it is"
 def placed(group: Group) -> str:
     """Throughput, steps alone and beside the other model, and the tail of the gaps; then contention."""
     head = (
-        *("", "asked", "B", "N", "token/s", "x large", "small step alone, ms", "here", "large step alone, ms", "here"),
+        *(
+            "",
+            "asked",
+            "B",
+            "N",
+            "token/s",
+            "x routed daemon's large",
+            "small step alone, ms",
+            "here",
+            "large step alone, ms",
+            "here",
+        ),
         *("beside the other: small", "large", "TTFT p99, ms", "gap p50, ms", "gap p99, ms", "busy"),
     )
     routed = [one for one in group.windows if one.case.subject in group.names]
@@ -30,12 +42,12 @@ def placed(group: Group) -> str:
             batching(one),
             one.case.streams,
             one.rate,
-            group.ratio(one),
+            group.to_routed_large(one),
             *_steps(group, one, SMALL),
             *_steps(group, one, LARGE),
             percent(_beside(one, SMALL)),
             percent(_beside(one, LARGE)),
-            one.of("ttft_ms", "p99"),
+            latency(one, "ttft_ms", "p99"),
             one.of("gap_ms", "p50"),
             one.of("gap_ms", "p99"),
             by_model(one.record.window.get("busy")),

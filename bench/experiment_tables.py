@@ -2,83 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from bench.experiment_case import LARGE, SMALL, STD, TROUTERD
-from bench.experiment_fleet import AUTO, EAGER, PLANNED, SCALED
-from bench.experiment_group import Group, Measured, Ratio
-from bench.experiment_markdown import WAYS, batching, by_model, cell, percent, table
-from bench.experiment_time import handoff_price
-
-
-def compared(group: Group) -> str:
-    """Experiment a: token/s of every algorithm against the large model alone and against Std. Serving."""
-    parts = []
-    for workload in group.workloads():
-        counts = group.streams(group.select(workload=workload))
-        head = ["algorithm", "", *(f"N = {count}" for count in counts)]
-        rows: list[Sequence[object]] = []
-        for subject in group.subjects():
-            for what, ratio in (("x large only", group.ratio), ("x Std. Serving", group.to_std)):
-                rows += _ratios(group, workload, subject, counts, what, ratio)
-            std = [group.select(system=STD, workload=workload, subject=subject, streams=count) for count in counts]
-            if any(std):
-                cells = [group.ratio(found[0]) if found else None for found in std]
-                rows.append((group.name(subject), "Std. Serving x large only", *cells))
-        parts.append(f"Workload `{workload}`: token/s against others\n\n{table(head, rows, 2)}")
-    return "\n".join(parts)
-
-
-def _ratios(
-    group: Group,
-    workload: str,
-    subject: str,
-    counts: Sequence[int],
-    what: str,
-    ratio: Callable[[Measured], Ratio | None],
-) -> list[Sequence[object]]:
-    rows: list[Sequence[object]] = []
-    for way in (PLANNED, AUTO, EAGER):
-        found = {one.case.streams: one for one in group.select(workload=workload, subject=subject, batching=way)}
-        if way != PLANNED and found:
-            # One stream alone never waits: that window stands for all ways.
-            found |= {one.case.streams: one for one in group.select(workload=workload, subject=subject, streams=1)}
-        cells = [ratio(found[count]) if count in found else None for count in counts]
-        if any(cells):
-            rows.append((group.name(subject), f"{WAYS[way]}, {what}", *cells))
-    return rows
-
-
-def details(group: Group) -> str:
-    """Every window."""
-    head = [
-        *("system", "asked", "workload", "B", "N", "token/s", "x large", "of ideal", "predicted", "TTFT p50, ms"),
-        *("gap p50 / p99, ms", "request p50, ms", "hand-offs / 100", "GPU-s / 1,000", "large steps / 1,000"),
-        *("batches", "steps, ms"),
-    ]
-    rows = [
-        (
-            one.case.system,
-            group.name(one.case.subject),
-            one.case.workload,
-            batching(one),
-            one.case.streams,
-            one.rate,
-            group.ratio(one),
-            percent(one.of_ideal),
-            one.record.facts.get("predicted"),
-            one.of("ttft_ms", "p50"),
-            f"{cell(one.of('gap_ms', 'p50'))} / {cell(one.of('gap_ms', 'p99'))}",
-            one.of("request_ms", "p50"),
-            one.of("handoffs_per_100"),
-            one.of("gpu_seconds_per_1000"),
-            one.of("large_forwards_per_1000"),
-            by_model(one.record.window.get("batch")),
-            by_model(one.record.window.get("step_ms")),
-        )
-        for one in group.windows
-    ]
-    return table(head, rows, 4)
+from bench.experiment_compared import system_name
+from bench.experiment_fleet import EAGER, PLANNED, SCALED
+from bench.experiment_group import Group, Measured, Ratio, over
+from bench.experiment_markdown import WAYS, batching, cell, table
+from bench.experiment_rates import at_rates
+from bench.experiment_time import visit_price
 
 
 def ablated(group: Group) -> str:
@@ -99,38 +29,48 @@ def ablated(group: Group) -> str:
 def _share(one: Measured | None, whole: Measured | None) -> str | None:
     if one is None:
         return None
-    return f"{cell(one.rate)} ({one.rate / whole.rate:.2f})" if whole and whole.rate else cell(one.rate)
+    return f"{cell(one.rate)} ({ratio})" if (ratio := over(one, whole)) else cell(one.rate)
 
 
 def scaled_up(group: Group) -> str:
     """Experiment c: throughput and the speed of one user from 1 stream on."""
-    head = ("N", "large only", "routed", "B", "x large", "Std. Serving", "x N = 1", "speed of one user kept", "large's")
+    head = (
+        *("N", "large only", "which", "routed, fastest", "B", "x large only", "at nominal rates", "GPU-s x large only"),
+        *("learned B", "x large only", "Std. Serving", "x N = 1", "speed of one user kept", "large's"),
+    )
     (workload, *_), (subject, *_) = group.workloads(), group.subjects()
     rows = []
     for count in group.streams(group.windows):
-        one, first = group.best(workload, subject, count), group.best(workload, subject, 1)
-        grown = _over(one, first)
-        large = group.best(workload, LARGE, count)
-        large_grown = _over(large, group.best(workload, LARGE, 1))
+        one, large = group.best(workload, subject, count), group.fastest_large(workload, count)
+        learned = group.learned(workload, subject, count)
+        grown = over(one, group.best(workload, subject, 1))
+        large_grown = over(large, group.fastest_large(workload, 1))
+        ratio = group.to_large(one) if one else None
         std = group.select(system=STD, workload=workload, streams=count)
         rows.append(
             (
                 count,
                 large.rate if large else None,
+                system_name(large.case.system) if large else None,
                 one.rate if one else None,
                 batching(one) if one else None,
-                group.ratio(one) if one else None,
+                ratio,
+                at_rates(group, one, ratio) if one else None,
+                group.cost(one, "gpu_seconds_per_1000") if one else None,
+                learned.rate if learned else None,
+                group.to_large(learned) if learned else None,
                 std[-1].rate if std else None,
                 grown,
-                percent(grown / count if grown else None),
-                percent(large_grown / count if large_grown else None),
+                _part(grown, count),
+                _part(large_grown, count),
             )
         )
     return table(head, rows)
 
 
-def _over(one: Measured | None, other: Measured | None) -> float | None:
-    return one.rate / other.rate if one and other and other.rate else None
+def _part(ratio: Ratio | None, of: float = 1) -> str | None:
+    """As a percentage, with its mark."""
+    return f"{ratio.value / of:.0%}{ratio.mark}" if ratio else None
 
 
 def switched(group: Group) -> str:
@@ -140,9 +80,9 @@ def switched(group: Group) -> str:
         "N",
         "B",
         "token/s",
-        "x large",
+        "x large only",
         "hand-offs / 100",
-        "price of a hand-off, ms",
+        "price of a visit (two hand-offs), ms",
         "sent to first step, ms",
     )
     rows = [
@@ -151,9 +91,9 @@ def switched(group: Group) -> str:
             one.case.streams,
             batching(one),
             one.rate,
-            group.ratio(one),
+            group.to_large(one),
             one.of("handoffs_per_100"),
-            handoff_price(group, one),
+            visit_price(group, one),
             one.of("extra", "handoff_ms"),
         )
         for one in group.select()
@@ -164,7 +104,7 @@ def switched(group: Group) -> str:
 
 def mistaken(group: Group) -> str:
     """Experiment e: token/s for wrong thresholds, against the planner's."""
-    head = ("algorithm", "N", "B", "in force", "token/s", "x planned", "x large", "predicted")
+    head = ("algorithm", "N", "B", "in force", "token/s", "x planned", "x large only", "predicted")
     rows = []
     for subject in group.subjects():
         for count in group.streams(group.select(subject=subject)):
@@ -178,9 +118,11 @@ def mistaken(group: Group) -> str:
                         count,
                         one.case.batching.removeprefix(PLANNED).strip() or "planned",
                         ", ".join(str(value) for value in thresholds.values()),
-                        one.rate,
-                        f"{one.rate / right.rate:.2f}" if right and right.rate else None,
-                        group.ratio(one),
+                        f"same as {same.removeprefix(PLANNED).strip() or 'planned'}"
+                        if (same := one.same_as)
+                        else one.rate,
+                        None if one.same_as else over(one, right),
+                        group.to_large(one),
                         one.record.facts.get("predicted"),
                     )
                 )
@@ -211,7 +153,7 @@ def lengthened(group: Group) -> str:
                 one.case.streams,
                 one.rate,
                 other.rate if other else None,
-                percent(other.rate / one.rate if other and one.rate else None),
+                _part(over(other, one)),
             )
         )
     return table(head, rows, 1)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from bench.experiment_case import LARGE, SMALL
 from bench.experiment_group import Group, Measured
-from bench.experiment_markdown import WAYS, cell, table
+from bench.experiment_markdown import WAYS, cell, percent, table
 from bench.experiment_steps import mean_step
+
+_WAITING = "waiting for a launch and hand-offs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +31,30 @@ class Spent:
         return max(0.0, self.total - self.small - self.large)
 
     @property
+    def paced(self) -> float | None:
+        """Part of the time that the same steps take at the pace that the models have alone."""
+        if self.small_alone is None or self.large_alone is None:
+            return None
+        return (self.small_alone + self.large_alone) / self.total
+
+    @property
     def cause(self) -> str:
         """What takes most of the time that need not be."""
-        parts = {"waiting for a launch and hand-offs": self.waiting}
+        parts = {_WAITING: self.waiting}
         if self.small_alone is not None:
             parts["steps of the small model that are longer than alone"] = self.small - self.small_alone
         if self.large_alone is not None:
             parts["steps of the large model that are longer than alone"] = self.large - self.large_alone
         worst = max(parts, key=lambda name: parts[name])
-        return f"{worst}: {cell(parts[worst])} of {cell(self.total)} ms per token"
+        return self._told(worst, parts[worst])
+
+    @property
+    def waited(self) -> str:
+        """What lacks to the ideal, to which longer steps are no loss."""
+        return self._told(_WAITING, self.waiting)
+
+    def _told(self, what: str, time: float) -> str:
+        return f"{what}: {cell(time)} of {cell(self.total)} ms per token"
 
 
 def spent(group: Group, one: Measured) -> Spent | None:
@@ -91,35 +108,36 @@ def _between(points: Sequence[tuple[float, float]], size: float) -> float:
 def spent_table(group: Group, windows: Iterable[Measured]) -> str:
     """A row for each routed window."""
     times = ("ms per token", "small steps", "were it alone", "large steps", "were it alone", "in none")
-    head = ("system", "asked", "B", "N", *times)
+    parts = ("of ideal", "at the pace alone")
+    head = ("system", "asked", "B", "N", *times, *parts)
     rows = []
     for one in windows:
         found = spent(group, one)
         if found is not None:
             spans = (found.total, found.small, found.small_alone, found.large, found.large_alone, found.waiting)
             way = WAYS.get(one.case.batching, one.case.batching)
-            rows.append((one.case.system, group.name(one.case.subject), way, one.case.streams, *spans))
+            rows.append(
+                (
+                    one.case.system,
+                    group.name(one.case.subject),
+                    way,
+                    one.case.streams,
+                    *spans,
+                    percent(one.of_ideal),
+                    percent(found.paced),
+                )
+            )
     return table(head, rows, 3)
 
 
-def handoff_price(group: Group, one: Measured) -> float | None:
-    """Milliseconds that one hand-off costs a request beside the models' steps; among several streams with the wait for a launch.
+def visit_price(group: Group, one: Measured) -> float | None:
+    """Milliseconds that a visit of the large model costs a request beside its steps: the time from one visit to the next, less the
+    steps of either model, each as long as for that model alone with a batch like the window's.
 
-    What a request spends in no step anyway, between one step of the small model and the next, is taken from the window of that
-    model alone.
+    So it holds two hand-offs, waiting for a launch, and what steps take longer for the rows of a visit and beside each other.
+    None: not known.
     """
-    handoffs, idle = one.of("handoffs_per_100"), _idle(one)
-    alone = group.best(one.case.workload, SMALL, one.case.streams)
-    usual = _idle(alone) if alone else None
-    if not handoffs or idle is None or usual is None:
+    time, handoffs = spent(group, one), one.of("handoffs_per_100")
+    if time is None or not handoffs or time.small_alone is None or time.large_alone is None:
         return None
-    return 100 * max(0.0, idle - usual) / handoffs
-
-
-def _idle(one: Measured) -> float | None:
-    """Milliseconds in no step, per token."""
-    batch, busy = one.record.window.get("batch") or {}, one.record.window.get("busy") or {}
-    if not batch or not one.rate:
-        return None
-    in_steps = sum(float(batch[name]) * float(busy[name]) for name in batch)
-    return 1e3 * (one.case.streams - in_steps) / one.rate
+    return (time.total - time.small_alone - time.large_alone) * 200 / handoffs

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from bench.command_line import run_command, whole_numbers
 from bench.daemon import Served
 from bench.deployment import Deployment, ModelSpec, RouteSpec, serving
 from bench.step_shapes import SHAPES
@@ -39,7 +40,8 @@ class Case:
     streams: int
     tokens_per_second: float
     gap_p50_ms: float
-    gap_p99_ms: float
+    gap_p99_ms: float | None
+    """None of fewer than 100 gaps."""
     first_p50_ms: float
     step_ms: float
     """Mean of the entry's steps in this run."""
@@ -104,11 +106,11 @@ def table(cases: list[Case]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for case in cases:
-        ratio = case.gap_p99_ms / max(case.gap_p50_ms, 1e-9)
+        ratio = "-" if case.gap_p99_ms is None else f"{case.gap_p99_ms / max(case.gap_p50_ms, 1e-9):.2f}"
         # A routed stream waits for the other model: its speed says nothing about one model's step.
         share = "" if case.model == "routed" else f"{case.of_the_step:.2f}"
         lines.append(
-            f"| {case.model} | {case.streams} | {case.tokens_per_second:,.0f} | {case.gap_p50_ms:.2f} | {ratio:.2f}"
+            f"| {case.model} | {case.streams} | {case.tokens_per_second:,.0f} | {case.gap_p50_ms:.2f} | {ratio}"
             f" | {case.first_p50_ms:.1f} | {case.step_ms:.3f} | {share}"
             f" | {case.large_share:.3f} | {case.handoffs_per_100:.1f} |"
         )
@@ -117,20 +119,47 @@ def table(cases: list[Case]) -> str:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="bench.serve", description=__doc__.split("\n", 1)[0] if __doc__ else "")
-    parser.add_argument("--small", default="Qwen3-0.6B", help=f"a model's directory, or one of {', '.join(SHAPES)}")
-    parser.add_argument("--large", help="also serve this one, and the route over both")
-    parser.add_argument("--algorithm", default="bernoulli")
-    parser.add_argument("--params", default="p = 0.35", help="the route's parameters as a TOML inline table's content")
-    parser.add_argument("--streams", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 64])
-    parser.add_argument("--models", type=lambda text: text.split(","), help="which to measure; default: all")
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--prompt", type=int, default=100)
-    parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--set", action="append", default=[], help="a line for every model's table, e.g. 'depth = 1'")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path)
+    parser = argparse.ArgumentParser(
+        prog="bench.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--small",
+        default="Qwen3-0.6B",
+        metavar="MODEL",
+        help=f"a directory, or one of {', '.join(SHAPES)} (%(default)s)",
+    )
+    parser.add_argument("--large", metavar="MODEL", help="also serve this one, and the route over both")
+    parser.add_argument("--algorithm", default="bernoulli", metavar="NAME", help="of the route (%(default)s)")
+    parser.add_argument(
+        "--params",
+        default="p = 0.35",
+        metavar="TOML",
+        help="the route's parameters, the content of an inline table (%(default)s)",
+    )
+    parser.add_argument(
+        "--streams",
+        type=whole_numbers,
+        default="1,8,64",
+        metavar="LIST",
+        help="values of N, the requests in flight (%(default)s)",
+    )
+    parser.add_argument(
+        "--models",
+        type=lambda text: text.split(","),
+        metavar="LIST",
+        help="which to measure, of small, large and routed (all)",
+    )
+    parser.add_argument("--tokens", type=int, default=512, metavar="N", help="of each answer (%(default)s)")
+    parser.add_argument("--prompt", type=int, default=100, metavar="N", help="tokens of each prompt (%(default)s)")
+    parser.add_argument(
+        "--context", type=int, default=4096, metavar="N", help="context_length of the models (%(default)s)"
+    )
+    parser.add_argument("--device", default="cuda:0", help="of the models (%(default)s)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="LINE", help="a line for every model's table, e.g. 'depth = 1'"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table here too")
     return parser.parse_args(arguments)
 
 
@@ -160,4 +189,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command("bench.serve", lambda: main(sys.argv[1:]))

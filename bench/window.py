@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from bench.clients import Clients, Seen
 from bench.counters import Scrape, page
-from bench.dialect import learn
+from bench.dialect import learn, warm
 from bench.endpoint import SILENCE, Address, Connection, EndpointError
 from bench.ideal import ideal
+from bench.kv_pools import cached, check_room
 from bench.overlap import Overlap, overlaps
 from bench.percentiles import Percentiles
 from bench.target import Counters, ModelCounters, Target
+from bench.waits import admission, waits
 from bench.workloads import Workload
 from trouterd.batching.report import Step
 
 _CALM = 0.2
 """Seconds between a look at a target and the window: what it could not send while it looked must not come in the window."""
+NONCE = secrets.randbits(32)
+"""Of this process: a server that has seen the windows of another one has not seen the prompts of these."""
 _LAST_STEP = 0.1
 """Seconds until the last steps of a window have ended, too: what ran beside another one is known then."""
 _number = itertools.count(1)
@@ -43,9 +48,9 @@ class Window:
     gap_ms: Percentiles | None
     """From one arrival of tokens to the next one of the same answer, however many tokens came."""
     request_ms: Percentiles | None
-    """From a request to the end of its answer; of the answers that ended in the window."""
+    """From a request to the end of its answer; of whole answers (`bench.workloads.Turn`) that ended in the window."""
     requests: int
-    """That ended in the window."""
+    """Whole answers that ended in the window."""
     tokens_per_model: dict[str, float]
     """Per second; empty where the server does not say who wrote what."""
     handoffs_per_100: float | None
@@ -61,14 +66,37 @@ class Window:
     large_forwards_per_1000: float | None
     """Steps of the large model per 1,000 tokens; None where there is none."""
     ideal: float | None
-    """Tokens/s that no way of launching batches exceeds, for the step times and the routing of this window (`bench.ideal`)."""
+    """Tokens/s of requests that never wait, in steps and with moves like those of this window (`bench.ideal`)."""
     overlap: dict[str, Overlap]
     """By model, where the target tells its steps: what they were like, and for how long others ran meanwhile."""
     extra: dict[str, float | str]
     """`gpus`, `large` (name of that model) and, as far as known: `ttft_of` = `start` where no request began in the window, and the
     times to the first token are those of all streams beginning at once; `held_ms`, for which a launch was held back in the mean;
-    `handoff_ms`, mean from sending a hand-off to its first step; `counted`, tokens/s by the models' own count; `short_answers`, how
-    many answers were shorter than asked for although they were to ignore their end."""
+    `handoff_ms`, mean from sending a hand-off to its first step; `request_estimate_ms`, what `request_ms` would be in the mean (see
+    `estimate`), since a window may be too short for answers that end in it; `counted`, tokens/s by the models' own count;
+    `short_answers`, how many answers were shorter than asked for although they were to ignore their end."""
+    handed: dict[str, float] = field(default_factory=dict)
+    """Part of a model's decisions that sent their request to another one: the rates of the routing as they came out."""
+    seed: int = 0
+    """Of what requests drew; of the first of several windows."""
+    repeats: list[Repeat] = field(default_factory=list)
+    """Where it is the mean of several windows."""
+    wait_ms: dict[str, Percentiles] = field(default_factory=dict)
+    """By model: from when a request could take a row there (it came, was handed over, or a step left it) to the launch of it."""
+    admission_ms: Percentiles | None = None
+    """The same for requests that were new."""
+    cached: dict[str, float] = field(default_factory=dict)
+    """By model: part of the tokens of requests that came in the window which its prefix cache had."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """One of the windows of which another one is the mean."""
+
+    seed: int
+    tokens_per_second: float
+    handed: dict[str, float]
+    """As in `Window`."""
 
 
 async def measure(
@@ -78,6 +106,7 @@ async def measure(
     *,
     seconds: float,
     settle: float,
+    seed: int = 0,
     progress: Callable[[float], None] = lambda _: None,
     silence: float = SILENCE,
 ) -> Window:
@@ -85,23 +114,28 @@ async def measure(
 
     Args:
         target: the system.
-        workload: what clients ask; the seed of made-up prompts is changed for every window.
+        workload: what clients ask; made-up prompts are new ones in every window.
         streams: how many clients there are.
         seconds: of the window.
         settle: seconds from every stream's first token to the window.
+        seed: of what requests draw, the same for the same one.
         progress: told now and then which part of it is done, 0 to 1.
         silence: seconds without a byte after which a request is given up.
 
     Raises:
         EndpointError: the target cannot be reached, refuses a request or fails; the message names it.
+        RoomError: the target's KV pools have no room for so many streams.
     """
-    workload = workload.seeded(workload.seed + (next(_number) << 32))
+    workload = workload.seeded(f"{NONCE} {seed} {next(_number)}")
     progress(0.0)
     dialect = await learn(target, workload, silence)
     whole = settle + seconds
     metrics = Connection(Address.of(target.url), silence)
     try:
-        async with Clients(dialect, workload, streams, silence) as clients:
+        if found := await page(metrics):
+            check_room(target.url, workload, streams, Scrape.of(*found))
+        await warm(metrics, dialect, workload)
+        async with Clients(dialect, workload, streams, seed=seed, silence=silence) as clients:
             clients.log.open = True
             await clients.begun()
             started = Percentiles.of(clients.log.first)
@@ -115,7 +149,7 @@ async def measure(
     finally:
         metrics.close()
     spent = _Spent.between(before, after, await _steps(target, before))
-    return _window(target, workload, streams, seen, spent, started)
+    return _window(target, workload, streams, seed, seen, spent, started)
 
 
 async def _steps(target: Target, before: _Look) -> Mapping[str, Sequence[Step]]:
@@ -148,10 +182,8 @@ class _Spent:
     seconds: float
     models: Mapping[str, ModelCounters]
     """Of those that took steps; empty where the target says nothing of itself."""
-    delays: Mapping[str, float]
-    """For `Window.extra`."""
-    page: Scrape | None
-    """At the end."""
+    pages: Sequence[Scrape]
+    """Metrics at both ends, if it has any."""
     overlap: Mapping[str, Overlap]
 
     @classmethod
@@ -161,17 +193,17 @@ class _Spent:
         counted = [look.counted for look in (before, after) if look.counted is not None]
         counted = counted or [page.counters() for page in pages]
         if len(counted) < 2:
-            return cls(0.0, {}, {}, None, {})
+            return cls(0.0, {}, (), {})
         old, new = counted
         models = {name: _minus(own, old.models[name]) for name, own in new.models.items() if name in old.models}
         models = {name: own for name, own in models.items() if own.steps > 0}
-        page = pages[-1] if pages else None
-        return cls(new.now - old.now, models, _delays(pages), page, overlaps(steps, old.now, new.now))
+        ends = pages if len(pages) == 2 else ()
+        return cls(new.now - old.now, models, ends, overlaps(steps, old.now, new.now))
 
 
 def _delays(pages: Sequence[Scrape]) -> dict[str, float]:
     """Means between two pages of metrics."""
-    if len(pages) < 2:
+    if not pages:
         return {}
     metrics = {"held_ms": "batching_hold_seconds", "handoff_ms": "handoff_seconds"}
     means = {name: _mean_ms(metric, *pages) for name, metric in metrics.items()}
@@ -195,7 +227,13 @@ def _mean_ms(metric: str, before: Scrape, after: Scrape) -> float | None:
 
 
 def _window(
-    target: Target, workload: Workload, streams: int, seen: Seen, spent: _Spent, started: Percentiles | None
+    target: Target,
+    workload: Workload,
+    streams: int,
+    seed: int,
+    seen: Seen,
+    spent: _Spent,
+    started: Percentiles | None,
 ) -> Window:
     rate = seen.tokens / seen.seconds
     if rate <= 0:
@@ -204,19 +242,21 @@ def _window(
     written = {name: own.tokens / spent.seconds for name, own in models.items() if own.tokens}
     handoffs = sum(own.handoffs for own in models.values()) if counted else seen.handoffs
     large = models.get(target.large)
-    extra: dict[str, float | str] = {"gpus": target.gpus, **spent.delays}
+    extra: dict[str, float | str] = {"gpus": target.gpus, **_delays(spent.pages)}
     extra |= {"large": target.large} if target.large else {}
     extra |= {"counted": counted / spent.seconds} if counted else {}
     extra |= {"short_answers": seen.short} if seen.short else {}
     first = Percentiles.of(seen.first)
     extra |= {} if first else {"ttft_of": "start"}
+    if (ttft := first or started) and workload.ignore_eos and not seen.short:
+        extra["request_estimate_ms"] = estimate(seen, streams, workload.answer, ttft.mean)
     return Window(
         system=target.name,
         workload=workload.label,
         streams=streams,
         seconds=seen.seconds,
         tokens_per_second=rate,
-        ttft_ms=first or started,
+        ttft_ms=ttft,
         gap_ms=Percentiles.of(seen.gaps),
         request_ms=Percentiles.of(seen.whole),
         requests=len(seen.whole),
@@ -227,7 +267,26 @@ def _window(
         busy={name: own.busy_seconds / spent.seconds for name, own in models.items()},
         gpu_seconds_per_1000=1e3 * target.gpus / rate,
         large_forwards_per_1000=1e3 * large.steps / counted if large and counted else None,
-        ideal=ideal(models, streams, spent.page),
+        ideal=ideal(models, streams),
         overlap=dict(spent.overlap),
         extra=extra,
+        handed={name: own.handoffs / own.step_requests for name, own in models.items() if own.step_requests},
+        seed=seed,
+        wait_ms=waits(*spent.pages) if spent.pages else {},
+        admission_ms=admission(*spent.pages) if spent.pages else None,
+        cached=cached(*spent.pages) if spent.pages else {},
     )
+
+
+def estimate(seen: Seen, streams: int, tokens: float, ttft_ms: float) -> float:
+    """Milliseconds from a request to the end of its answer, in the mean: the time to the first token, and for each further one
+    what a stream takes for it, when it does not wait for a first one.
+
+    Args:
+        seen: in a window.
+        streams: how many there were.
+        tokens: of an answer, in the mean.
+        ttft_ms: mean time to the first token.
+    """
+    writing = streams * seen.seconds - sum(seen.first)
+    return ttft_ms + (tokens - 1) * 1e3 * writing / seen.tokens

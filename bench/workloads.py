@@ -38,6 +38,8 @@ class Turn:
 
     said: Prompt
     max_tokens: int
+    whole: bool = True
+    """False: part of the answer has been written already, and is in what is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ class Workload:
     """A data set: its conversations have one turn."""
     cut: int = 0
     """Longest answer, tokens; 0: as the workload says."""
-    seed: int = 0
+    seed: str = ""
+    """Of made-up words; whatever it says."""
 
     @property
     def label(self) -> str:
@@ -75,11 +78,29 @@ class Workload:
         """Most tokens of a prompt and its answer; 0: unknown."""
         return sum(added for added, _ in self.lengths) + sum(self._shortened(out) for _, out in self.lengths)
 
+    @property
+    def under_way(self) -> float:
+        """Tokens of a conversation that is under way, without those that all share, in the mean over its life; 0: unknown."""
+        before, weighted, written = -self.system, 0.0, 0
+        for added, out in self.lengths:
+            wanted = self._shortened(out)
+            before += added
+            weighted += wanted * (before + wanted / 2)
+            before += wanted
+            written += wanted
+        return weighted / written if written else 0.0
+
+    @property
+    def answer(self) -> float:
+        """Tokens of an answer, in the mean; 0: unknown."""
+        wanted = [self._shortened(out) for _, out in self.lengths]
+        return sum(wanted) / len(wanted) if wanted else 0.0
+
     def with_cut(self, most: int) -> Workload:
         """The same with answers of at most so many tokens; 0: as they are."""
         return replace(self, cut=most)
 
-    def seeded(self, seed: int) -> Workload:
+    def seeded(self, seed: str) -> Workload:
         """The same lengths, other words."""
         return replace(self, seed=seed)
 
@@ -88,13 +109,39 @@ class Workload:
         if self.lines:
             line = self.lines[number % len(self.lines)]
             return [Turn(line.said, self._shortened(line.max_tokens))]
-        shared = _ids(f"{self.seed} system", self.system)
+        return [Turn(said, wanted) for said, wanted in self._made_up(number)]
+
+    def midway(self, number: int, part: float) -> Sequence[Turn]:
+        """The rest of a conversation after `part`, below 1, of its answers: what there is by then, the beginning of an answer
+        included, is what the first turn says. Nobody knows how long the answers to a data set's lines become: these are whole."""
+        if self.lines:
+            return self.conversation(number)
+        turns = self._made_up(number)
+        written = int(part * sum(wanted for _, wanted in turns))
+        before: Ids = ()
+        for turn, (said, wanted) in enumerate(turns):
+            answer = _ids(f"{self.seed} {number} {turn} answer", min(written, wanted))
+            before += said + answer
+            if written < wanted:
+                rest = [Turn(*later) for later in turns[turn + 1 :]]
+                return [Turn(before, wanted - written, whole=False), *rest]
+            written -= wanted
+        raise ValueError(f"part {part}: expected less than 1")
+
+    def _made_up(self, number: int) -> list[tuple[Ids, int]]:
+        """What is added in each turn, and tokens of its answer."""
+        shared = self.shared
         turns = []
         for turn, (added, wanted) in enumerate(self.lengths):
             own = _ids(f"{self.seed} {number} {turn}", added - len(shared))
-            turns.append(Turn(shared + own, self._shortened(wanted)))
+            turns.append((shared + own, self._shortened(wanted)))
             shared = ()
         return turns
+
+    @property
+    def shared(self) -> Ids:
+        """What all conversations begin with."""
+        return _ids(f"{self.seed} system", self.system)
 
     def _shortened(self, tokens: int) -> int:
         return min(tokens, self.cut) if self.cut else tokens
@@ -106,13 +153,12 @@ AGENT = Workload("agent", ((3584, 1024), (512, 1024), (512, 1024), (512, 1024)),
 NAMED = {workload.name: workload for workload in (LOW, HIGH, AGENT)}
 
 
-def find(text: str, *, cut: int = 0, seed: int = 0) -> Workload:
+def find(text: str, *, cut: int = 0) -> Workload:
     """The workload that a command line names.
 
     Args:
         text: a name, IN/OUT in tokens, or a data set's path.
         cut: longest answer, tokens; 0: as the workload says.
-        seed: of made-up prompts.
 
     Raises:
         ValueError: there is no such thing, or a line of the file cannot be used.
@@ -125,7 +171,7 @@ def find(text: str, *, cut: int = 0, seed: int = 0) -> Workload:
         workload = Workload(text, ((prompt, answer),))
     if workload is None:
         workload = read(Path(text))
-    return replace(workload, cut=cut, seed=seed)
+    return replace(workload, cut=cut)
 
 
 class _Line(msgspec.Struct):

@@ -264,13 +264,14 @@ def collm(
     return rule
 
 
-def every_n(shape: str, n: int, models: int = 2) -> Rule:
+def every_n(shape: str, n: int, models: int = 2, *, by_seed: bool = False) -> Rule:
     """Blocks of n tokens in turn, or one token of the peer at the end of every n."""
 
     def rule(row: Row) -> Decision:
+        behind = row.index + 1 + (((row.seed + row.choice) % 2**31) % n if by_seed else 0)
         if shape == "block":
-            return Decision((row.index + 1) // n % models, keep=True)
-        return Decision(int(row.model == 0 and (row.index + 1) % n == 0), keep=row.model == 1)
+            return Decision(behind // n % models, keep=True)
+        return Decision(int(row.model == 0 and behind % n == 0), keep=row.model == 1)
 
     return rule
 

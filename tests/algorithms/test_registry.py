@@ -98,7 +98,7 @@ def test_built_ins_are_named_as_their_files_and_take_their_parameters(name):
     assert name in names()
     params = validate_params(definition, BUILT_IN[name], ["m"] * definition.min_models)
     assert set(numeric_params(params)) == set(params.__struct_fields__) - {
-        *("measure", "back", "shape", "checkpoint", "dtype", "mode", "schedule"),
+        *("measure", "back", "shape", "phases", "checkpoint", "dtype", "mode", "schedule"),
     }
 
 

@@ -193,6 +193,17 @@ def test_every_n_visit_sends_the_last_of_every_n(n):
     assert route("every_n", {"shape": "visit", "n": n}, 1, zeros) == [1] * 20
 
 
+def test_every_n_by_seed_spreads_the_switches_of_requests():
+    params = {"shape": "visit", "n": 4, "phases": "seed"}
+    entry = side("every_n", params, 0)
+    seeds = [5, 6, 7, 8, -1, 2**63 - 1]
+    for seed in seeds:
+        rows = step(torch.zeros(20, V), {"n": 4.0}, range(20), [seed] * 20)
+        assert entry.route(rows).tolist() == [int((t + 1 + seed % 2**31) % 4 == 0) for t in range(20)]
+    at_once = step(torch.zeros(400, V), {"n": 4.0}, [7] * 400, list(range(400)))
+    assert int(entry.route(at_once).sum()) == 100
+
+
 def test_bernoulli_draws_by_position_alone():
     p = float(np.float32(0.3))
     seeds, choices, at = [5, 5, -9, 5] * 50, [0, 1, 0, 2] * 50, [n // 4 for n in range(200)]

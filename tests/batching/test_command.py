@@ -49,6 +49,21 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.startswith("model 1 alone  143.4 token/s") for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ([], ["hand-offs take no time (--handoff-ms)", "steps that feed prompts are left out"]),
+        (["--handoff-ms", "0.3"], ["steps that feed prompts are left out"]),
+    ],
+)
+def test_what_a_plan_leaves_out_is_told(
+    options: list[str], told: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ctl.main([*PAPER, *options]) == ctl.EXIT_OK
+    assert capsys.readouterr().out.splitlines()[-1] == f"Optimistic: {'; '.join(told)}."
+    assert answer(capsys, [*PAPER, *options])["optimistic"] == told
+
+
 def test_costs(capsys: pytest.CaptureFixture[str]) -> None:
     result = answer(capsys, PAPER)
     best = result["best"]
@@ -132,6 +147,8 @@ def test_measured_step_times(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     result = answer(capsys, measured)
     assert result["best"]["tokens_per_second"] == pytest.approx(208.0, abs=0.1)
     longer = answer(capsys, [*measured, "--context", "1500"])
+    shortest = "steps are those of the shortest context in the files (--context)"
+    assert [shortest in told["optimistic"] for told in (answer(capsys, measured), longer)] == [True, False]
     assert longer["best"]["tokens_per_second"] == pytest.approx(result["best"]["tokens_per_second"] / 2)
 
 
@@ -197,7 +214,7 @@ def test_outlook_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert cells[:3] == ["16", "2", "15"]
     # 3.6 an hour is 0.001 a second: 1,000,000 tokens cost what 1,000 take, in seconds.
     assert cells[5] == cells[6]
-    assert lines[-1].startswith("x model 1: against model 1 without routing")
+    assert lines[-3].startswith("x model 1: against model 1 without routing")
 
 
 def test_gpus_of_each_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,7 +267,7 @@ def test_unusable_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], cont
     files = ["--step", str(path), "--step", str(path)]
     assert ctl.main(["batching", "plan", "--p", "0.3", *files, "--concurrency", "4"]) == ctl.EXIT_USAGE
     complaint = capsys.readouterr().err
-    assert complaint.startswith(f"trouterctl: {path}: ")
+    assert complaint.startswith(f"trouterctl batching plan: error: {path}: ")
     assert message in complaint
 
 
@@ -292,7 +309,8 @@ def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureF
         ([*PAPER, "--contention", "1,1,1"], "contention: 3 values for 2 models"),
         ([*PAPER, "--context", "128"], "--context belongs to --step"),
         ([*PAPER, "--latency-ms", "1e-6,1e9"], "step times: 1e-06 ms for one request and 1e+09 ms for 4 are more than"),
-        ([*PAPER, "--latency-ms", "1,2,3"], "routing: 3 models need 3 rows of 3"),
+        ([*PAPER, "--latency-ms", "1,2,3"], "--latency-ms: --p is between two models, entry first, and here are 3"),
+        ([*PAPER, "--latency-ms", "6"], "--latency-ms: --p is between two models, entry first, and here are 1"),
         ([*PAPER, "--gpus", "1,1,1"], "--gpus: 3 numbers for 2 models"),
         ([*OUTLOOK, "--concurrency", "4", "--gpus", "2"], "--gpus: with --placement it takes one number per model"),
         ([*THREE, "--placement", "shared"], "--placement shared: for three or more models no factors are known"),
@@ -300,7 +318,9 @@ def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureF
 )
 def test_options_that_do_not_fit(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ctl.main(arguments) == ctl.EXIT_USAGE
-    assert message in capsys.readouterr().err
+    complaint = capsys.readouterr().err
+    assert complaint.startswith("trouterctl batching plan: error: ")
+    assert message in complaint
 
 
 def test_plans_without_torch() -> None:

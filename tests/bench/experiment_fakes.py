@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from bench.experiment_case import TROUTERD, Case, Record
+from bench.experiment_case import STD, TROUTERD, Case, Record
 from bench.experiment_result import Result
 
 HARDWARE = "NVIDIA H200, CUDA 13.0"
+SHARES = {"small": 0.65, "large": 0.35}
+"""Of tokens, where all hand-overs are for one token and come at a rate of 0.35."""
 PAIR = "Qwen3-0.6B+Qwen3-32B"
+R2R = "r2r-35"
 
 
 def window(case: Case, rate: float, **fields: Any) -> dict[str, Any]:
@@ -26,14 +30,14 @@ def window(case: Case, rate: float, **fields: Any) -> dict[str, Any]:
         "gap_ms": times,
         "request_ms": None,
         "requests": 0,
-        "tokens_per_model": {name: rate / len(names) for name in names},
+        "tokens_per_model": {name: rate * SHARES[name] for name in names} if len(names) > 1 else {names[0]: rate},
         "handoffs_per_100": 70.0,
         "batch": dict.fromkeys(names, max(half, 1.0)),
         "step_ms": {name: {"small": 1.0, "large": 15.0}[name] for name in names},
         "busy": dict.fromkeys(names, 0.5),
         "gpu_seconds_per_1000": 1e3 / rate,
         "large_forwards_per_1000": 300.0,
-        "ideal": 1.25 * rate,
+        "ideal": None,
         "extra": {"handoff_ms": 0.2},
     } | fields
 
@@ -61,5 +65,43 @@ def result(experiment: str, records: list[Record], started: str = "2026-11-30T10
         "seconds": 20.0,
         "names": {"r2r-35": "R2R, p = 0.35"},
         "heads": True,
+        "std_servers": True,
     }
     return Result(facts | head, records, complete=True)
+
+
+def compared(large: float = 50.0, factor: float = 1.0) -> list[Record]:
+    """Experiment a at one and at four streams."""
+    rates = {1: (large, 2.5, 1.0), 4: (4 * large, 2.0, 0.5)}
+    found = []
+    for streams, (alone, routed, std) in rates.items():
+        found += [
+            record(case("large", streams), alone),
+            record(case("small", streams), 20 * alone),
+            record(
+                case(R2R, streams, "planned"),
+                factor * routed * alone,
+                predicted=600.0,
+                thresholds={"small": 1, "large": streams},
+            ),
+            record(case(R2R, streams, system=STD), std * alone),
+        ]
+    return [*found, record(case(R2R, 4, "auto"), 1.5 * 4 * large)]
+
+
+def rows(text: str, *words: str) -> list[list[str]]:
+    """Cells of the table rows with all these words."""
+    found = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return [row for row in found if all(any(word in one for one in row) for word in words)]
+
+
+def part(text: str, title: str) -> str:
+    """The first table below a line with these words."""
+    _, after = text.split(title, 1)
+    return after.split("\n\n", 2)[1]
+
+
+def saved(folder: Path, *results: Result) -> Path:
+    for number, one in enumerate(results):
+        one.save(folder / f"{number}.json")
+    return folder

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 
 import pytest
 
 from bench.clients import Clients
-from bench.dialect import Dialect, Form, learn
+from bench.dialect import Conversation, Dialect, Form, learn
 from bench.endpoint import Address, Connection, EndpointError
 from bench.target import Target
 from bench.window import measure
-from bench.workloads import Workload, find
+from bench.workloads import AGENT, Workload, find
 from tests.bench.fake_server import FakeServer
 
 TWO_TURNS = Workload("two", ((10, 4), (3, 4)), system=6)
@@ -63,11 +64,14 @@ async def test_turns_follow_each_other(tmp_path: Path, server: FakeServer) -> No
         tried = len(server.bodies)
         async with Clients(dialect, TWO_TURNS, 1) as clients:
             await clients.begun()
-            while len(server.bodies) < tried + 4:
+            while len(server.bodies) < tried + 5:
                 await clients.during(0.01, lambda _: None)
-    first, second, third, _ = server.bodies[tried : tried + 4]
+    # The only client begins in the middle of a conversation, which is where the second turn begins.
+    begun, first, second, third, _ = server.bodies[tried : tried + 5]
     if dialect.form is Form.IDS:
-        said = [list(turn.said) for turn in TWO_TURNS.conversation(0)]
+        assert begun["prompt"] == list(TWO_TURNS.midway(0, 0.5)[0].said)
+        assert len(begun["prompt"]) == 10 + 4 + 3
+        said = [list(turn.said) for turn in TWO_TURNS.conversation(1)]
         assert first["prompt"] == said[0]
         assert second["prompt"] == said[0] + [0, 1, 2, 3] + said[1]
         assert third["prompt"][:6] == first["prompt"][:6]
@@ -81,6 +85,21 @@ async def test_turns_follow_each_other(tmp_path: Path, server: FakeServer) -> No
         roles = [message["role"] for message in second["messages"]]
         assert roles == ["user", "assistant", "user"]
         assert second["messages"][1]["content"] == " t0 t1 t2 t3"
+
+
+@pytest.mark.parametrize("rate", [0.8, 1.0, 1.75, 2.5])
+def test_words_are_as_many_tokens_alike_as_ids(rate: float) -> None:
+    """Prompts of agents share 2,048 of 3,584 tokens, whatever a word takes."""
+    dialect = Dialect(fake("http://x"), Form.TEXT, extras=True, continuous=True, tokens_per_word=rate)
+    prompts = []
+    for number in (1, 2):
+        _, body = Conversation(dialect, AGENT, seed=0).request(AGENT.conversation(number)[0])
+        prompts.append(body["prompt"].split())
+    assert [len(prompt) for prompt in prompts] == [round(3584 / rate)] * 2
+    alike = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*prompts, strict=True))))
+    assert alike * rate == pytest.approx(2048, abs=20)
+    later = [one != other for one, other in zip(*(prompt[alike:] for prompt in prompts), strict=True)]
+    assert sum(later) > 0.8 * len(later)
 
 
 async def test_messages_of_a_data_set_go_to_chat(tmp_path: Path) -> None:
@@ -118,14 +137,14 @@ async def test_tokens_between_two_moments(tmp_path: Path, usage: str, per_event:
             await steps(2)
             await clients.begun()
             begin = clients.begin()
-            await steps(8)
+            await steps(14)
             found = clients.end(begin)
-    # The first answers have 18 and 36 tokens. Of 8 steps, one ends the shorter one if it has 6 events.
-    expected = 16 * (per_event if usage != "none" else 1)
+    # Of the first answers 27 and 9 tokens are left. Events of 3: they end in steps 7 and 1, and the next one in step 13.
+    expected = 28 * (per_event if usage != "none" else 1)
     assert found.tokens == pytest.approx(expected)
     assert len(found.whole) == (1 if per_event == 3 else 0)
-    assert len(found.gaps) == (15 if per_event == 3 else 16)
-    assert len(found.first) == (1 if per_event == 3 else 0)
+    assert len(found.gaps) == (25 if per_event == 3 else 27)
+    assert len(found.first) == (3 if per_event == 3 else 1)
     assert found.handoffs is None
     assert not found.models
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,6 @@ import torch
 from algorithms.base import Algorithm, Definition, RouteContext, StepResult
 from algorithms.confidence_head import ConfidenceHead
 from algorithms.registry import AlgorithmError, load, numeric_params, validate_params
-from bench import step_heads
 from bench.patterns import PATTERNS, R2R, Pattern
 from bench.step_heads import HeadInputs
 from trouterd.config import Config, Model, Route
@@ -39,13 +40,6 @@ class Side(Algorithm):
 
 ALGORITHM = Definition("counting", lambda _: Side)
 """
-
-
-@pytest.fixture(autouse=True)
-def small_router(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R2R's router of the published size takes a minute for so many rows on a CPU."""
-    monkeypatch.setattr(step_heads, "_WIDTH", 16)
-    monkeypatch.setattr(step_heads, "_BLOCKS", 1)
 
 
 def sides(pattern: Pattern, folder: Path) -> list[WorkerRoute]:
@@ -93,6 +87,27 @@ def test_rates(pattern: Pattern, tmp_path: Path) -> None:
         routed = back[there == 1]
         assert chi_squared(int(routed.sum()), len(routed), pattern.q) < CHI_SQUARED
     assert (small.algorithm.keep_sample, large.algorithm.keep_sample) == (False, True)
+
+
+@pytest.mark.parametrize(("p", "side"), [(0.35, 0), (0.1, 0), (0.54, 0), (0.177, 1)])
+def test_every_block_has_its_rate_and_runs_are_those_of_independent_draws(p: float, side: int) -> None:
+    answers, blocks = 200, 4
+    count = 256 * blocks
+    params: dict[str, object] = {"p": p, "q": p}
+    algorithm = built_side(load(R2R.algorithm_path), params, side)
+    one = step_of(algorithm, params, answers * count)
+    rows = torch.arange(answers * count)
+    step = replace(one, seed=rows // count * 0x5851F42D4C957F2D, index=rows % count, choice=torch.zeros_like(rows))
+    moved = (algorithm.route(step) > 0).view(answers, count)
+    each = moved.view(-1, 256).sum(1)
+    assert set(each.tolist()) <= {math.floor(256 * p), math.ceil(256 * p)}
+    assert each.double().mean() == pytest.approx(256 * p, abs=0.1)
+    assert len({tuple(row) for row in moved.tolist()}) == answers
+    # From one move to the next: k steps with probability p (1 - p)^(k - 1).
+    runs = torch.cat([row.nonzero().flatten().diff() for row in moved])
+    for length in (1, 2, 3, 5):
+        expected = p * (1 - p) ** (length - 1)
+        assert (runs == length).double().mean() == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.key)

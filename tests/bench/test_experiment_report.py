@@ -3,59 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
 
-from bench import experiment_peer, experiments
-from bench.experiment_case import STD, Case, CaseError, Record, cost
+from bench import experiments
+from bench.experiment_case import Case, Record
 from bench.experiment_group import Group
-from bench.experiment_markdown import cell, table
-from bench.experiment_peer import peer
 from bench.experiment_report import TITLES, side_by_side, write_report
 from bench.experiment_result import Result
-from bench.experiment_scope import Scope
+from bench.experiment_servers import _pools
+from bench.experiment_settings import Settings
 from bench.experiment_setup import Setup
-from bench.experiment_targets import TARGETS, targets_table
-from bench.experiment_time import handoff_price, spent
-from bench.patterns import DRAWN, PATTERNS
-from bench.vllm_peer import PeerCase
-from tests.bench.experiment_fakes import case, record, result, window
-
-R2R = "r2r-35"
-
-
-def compared(large: float = 50.0, factor: float = 1.0) -> list[Record]:
-    """Experiment a at one and at four streams."""
-    rates = {1: (large, 2.5, 1.0), 4: (4 * large, 2.0, 0.5)}
-    found = []
-    for streams, (alone, routed, std) in rates.items():
-        found += [
-            record(case("large", streams), alone),
-            record(case("small", streams), 20 * alone),
-            record(
-                case(R2R, streams, "planned"),
-                factor * routed * alone,
-                predicted=600.0,
-                thresholds={"small": 1, "large": streams},
-            ),
-            record(case(R2R, streams, system=STD), std * alone),
-        ]
-    return [*found, record(case(R2R, 4, "auto"), 1.5 * 4 * large)]
-
-
-def rows(text: str, *words: str) -> list[list[str]]:
-    """Cells of the table rows with all these words."""
-    found = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    return [row for row in found if all(any(word in one for one in row) for word in words)]
-
-
-def saved(folder: Path, *results: Result) -> Path:
-    for number, one in enumerate(results):
-        one.save(folder / f"{number}.json")
-    return folder
+from bench.patterns import DRAWN
+from tests.bench.experiment_fakes import R2R, case, compared, part, record, result, rows, saved, window
 
 
 def test_two_runs_in_one_report(tmp_path: Path) -> None:
@@ -72,14 +35,14 @@ def test_two_runs_in_one_report(tmp_path: Path) -> None:
     lines = text.splitlines()
     assert lines[0] == DRAWN
     assert text == (tmp_path / "report.md").read_text()
-    (ratios,) = rows(text, "R2R, p = 0.35", "planned B, x large only")
+    (ratios,) = rows(part(text, "token/s x the fastest large only"), "planned B")
     assert ratios[2:] == ["2.50", "2.20\\*", "1.50"]
-    (learned,) = rows(text, "learned B, x large only")
+    (learned,) = rows(part(text, "token/s x the fastest large only"), "learned B")
     assert learned[2:] == ["2.50", "1.50", "-"]
-    (std,) = rows(text, "planned B, x Std. Serving")
+    (std,) = rows(part(text, "token/s x Std. Serving"), "planned B")
     assert std[2:] == ["2.50", "4.40\\*", "-"]
-    (detail,) = rows(text, "planned B (1, 1)")
-    assert detail[4:9] == ["1", "125", "2.50", "80%", "600"]
+    detail, _ = rows(text, "planned B (1, 1)")
+    assert detail[4:12] == ["1", "125", "2.50", "2.50", "p 0.35 for 0.35", "2.50", "100%", "600"]
     assert "Left out for lack of time (1): `trouterd/low/r2r-35/auto/64`" in text
     assert "- `trouterd/low/r2r-35/auto/16`: no answer" in text
     assert text.count("commit abc1234") == 2
@@ -90,80 +53,28 @@ def test_two_runs_in_one_report(tmp_path: Path) -> None:
     assert write_report(tmp_path) == text
 
 
+def test_std_serving_without_servers_of_its_own_is_told(tmp_path: Path) -> None:
+    assert "no servers of its own" not in write_report(saved(tmp_path, result("a", compared())))
+    assert "no servers of its own" in write_report(saved(tmp_path, result("a", compared(), std_servers=False)))
+
+
+def test_pools_of_servers_that_share_a_gpu() -> None:
+    """They get those of the one daemon, a little less, unless they are given."""
+    both = Setup(("Qwen3-0.6B", "Qwen3-32B"), ("cuda:0", "cuda:0"), (1, 1))
+    pools = {"small": 100_000, "large": 100_000}
+    assert _pools(both, pools) == dict.fromkeys(pools, ("kv_tokens = 95000",))
+    assert _pools(replace(both, devices=("cuda:0", "cuda:1")), pools) == {}
+    given = replace(both, settings=Settings.read(["large.kv_tokens=7000"], both.names))
+    assert _pools(given, pools) == {"small": ("kv_tokens = 95000",)}
+    assert _pools(both, {}) == {}
+
+
 def test_a_run_that_is_particular_says_so_first(tmp_path: Path) -> None:
     usual, odd = result("a", compared()), result("a", compared(), "2026-01-02T03:04:05Z", note="no head ran")
     text = write_report(saved(tmp_path, usual, odd))
     before, _ = text.split("# Throughput", 1)
     assert "**Experiment a, 2026-01-02T03:04:05Z**: no head ran" in before
     assert before.count("**Experiment") == 1
-
-
-def test_targets_say_met_and_missed() -> None:
-    group = Group([result("a", compared())])
-    text = targets_table([group])
-    one, four, *_ = rows(text, "R2R, p = 0.35 / large only")
-    assert one[1:6] == ["1", "2.3", "2.6", "2.5", "first met"]
-    assert four[1:6] == ["4", "1.9", "2.4", "2", "first met"]
-    assert rows(text, "CITER")[0][4:6] == ["-", "not measured"]
-    assert [row[5] for row in rows(text, "of the ideal bound")] == [
-        "first met",
-        "first met",
-        "not measured",
-        "not measured",
-    ]
-    better = targets_table([Group([result("a", compared(factor=1.2))])])
-    assert [row[5] for row in rows(better, "R2R, p = 0.35 / large only")[:2]] == ["aim met", "aim met"]
-    worse = targets_table([Group([result("a", compared(factor=0.7))])])
-    (missed, *_) = rows(worse, "R2R, p = 0.35 / large only")
-    assert missed[5] == "**missed**"
-    # A cause, from where the time of the window goes.
-    assert "ms per token" in missed[7]
-    assert len(rows(text, "")) - 1 == sum(len(target.streams) for target in TARGETS)
-
-
-def test_targets_are_for_one_pair_on_one_card() -> None:
-    for other in ({"pair": "x+y"}, {"placement": "separate"}, {"hardware": "2 cores of x86_64"}):
-        assert targets_table([Group([result("a", compared(), **other)])]) == ""
-
-
-def test_the_peer_has_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: dict[str, Any] = {}
-
-    def run(folder: Path, **options: Any) -> list[PeerCase]:
-        asked.update(options, folder=folder)
-        return [
-            PeerCase("vllm std serving", 4, 0.35, 100.0, 20.0, 90.0),
-            PeerCase("vllm std serving", 4, 0.1, 200.0, 20.0, 60.0),
-            PeerCase("vllm large alone", 4, None, 210.0, None, None),
-        ]
-
-    monkeypatch.setattr(experiment_peer, "run_std_serving", run)
-    setup = Setup(("Qwen3-0.6B", "Qwen3-32B"), ("cuda:0", "cuda:0"), (1, 1))
-    scope = Scope(setup, ("low",), (4, 16), PATTERNS, 4.0, 20.0)
-    stage = peer(scope, tmp_path, (4, 16), 14)
-    assert all(cost(one, 20.0) == 0 for one in stage.cases)
-    subjects = dict.fromkeys(one.subject for one in stage.cases)
-    assert list(subjects) == [
-        "r2r-35",
-        "r2r-10",
-        "citer",
-        "collm",
-        "r2r-27",
-        "large",
-    ]  # not R-Stitch, whose peer writes on
-    records = compared()
-    with stage.open(tmp_path) as opened:
-        for one in stage.cases:
-            if one.streams == 4 and one.subject in ("r2r-35", "r2r-10", "large"):
-                records.append(opened.record(one, measure=lambda *_: {}))
-        with pytest.raises(CaseError, match="did not come to it"):
-            opened.record(stage.cases[1], measure=lambda *_: {})
-    assert asked["shares"] == [0.35, 0.1, 0.135, 0.54, 0.27]
-    assert (asked["small"], asked["large"], asked["streams"]) == ("Qwen3-0.6B", "Qwen3-32B", (4, 16))
-    text = write_report(saved(tmp_path, result("a", records)))
-    four, *_ = rows(text, "Std. Serving on vLLM")
-    assert four[1:6] == ["4", "3.7", "4.7", "4", "first met"]
-    assert rows(text, "std serving on vLLM", "large only")[0][5] == "210"
 
 
 def test_cards_of_their_own_beside_a_shared_one() -> None:
@@ -176,7 +87,7 @@ def test_cards_of_their_own_beside_a_shared_one() -> None:
     group = Group([shared, separate])
     assert {one.case.system for one in group.windows} == {"trouterd", "a card each"}
     (one,) = group.select(system="a card each", subject=R2R)
-    assert str(group.ratio(one)) == "2.00\\*"
+    assert str(group.to_large(one)) == "2.00\\*"
     alone = places("separate")
     assert side_by_side([alone, result("a", [])]) == [alone, result("a", [])]
 
@@ -222,23 +133,7 @@ def test_results_with_other_settings_stay_apart(tmp_path: Path) -> None:
     assert (tmp_path / "a-Qwen3-0.6B+Qwen3-32B-shared-small.megakernel_percent-30.png").is_file()
     # Of what was measured with several settings the better counts, and they are told.
     one, *_ = rows(text, "R2R, p = 0.35 / large only")
-    assert one[4:7] == ["3", "aim met", "planned B; small.megakernel_percent = 30"]
-
-
-def test_where_the_time_goes() -> None:
-    """The fake window has one request in a step of either model for half of the time."""
-    group = Group([result("a", compared())])
-    (one,) = group.select(subject=R2R, streams=4, batching="planned")
-    found = spent(group, one)
-    assert found is not None
-    assert found.total == pytest.approx(4e3 / 400)
-    assert found.small == found.large == pytest.approx(0.5 * 1e3 / 400)
-    # Steps are as long as alone, so that nothing but waiting is lost.
-    assert found.small_alone == pytest.approx(found.small)
-    assert found.waiting == pytest.approx(3e3 / 400)
-    assert found.cause.startswith("waiting for a launch and hand-offs: 7.5 of 10 ms")
-    # The small model alone has its 4 requests in no step for 3.5 of them, at 4,000 token/s.
-    assert handoff_price(group, one) == pytest.approx((1e3 * 3 / 400 - 1e3 * 3.5 / 4000) / 0.7)
+    assert (one[4], one[5], one[9]) == ("3", "planned B; small.megakernel_percent = 30", "aim met")
 
 
 def others() -> list[Result]:
@@ -293,8 +188,8 @@ def test_every_experiment_has_its_table_and_plot(tmp_path: Path) -> None:
     ]
     assert rows(text, "no graphs", "planned B")[0][2] == "300 (0.75)"
     (sixteen,) = (row for row in rows(text, "1,440") if row[0] == "16")
-    assert sixteen[0:3] == ["16", "700", "1,440"]
-    assert sixteen[6:9] == ["12", "75%", "88%"]
+    assert sixteen[0:4] == ["16", "700", "in the routed daemon", "1,440"]
+    assert sixteen[11:] == ["12.00", "75%", "88%"]
     assert [row[4] for row in rows(text, "eager", "70")][:3] == ["1.00", "2.00", "4.00"]
     assert rows(text, "R2R, p = 0.35", "x 0.5")[0][5] == "0.75"
     assert rows(text, "no MPS")[0][:4] == ["no MPS", "R2R, p = 0.35", "planned B", "16"]
@@ -304,24 +199,11 @@ def test_every_experiment_has_its_table_and_plot(tmp_path: Path) -> None:
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert experiments.main(["--report", str(tmp_path)]) == 1
+    assert experiments.main(["--report", str(tmp_path)]) == 2
     assert f"{tmp_path}: holds no result" in capsys.readouterr().err
     saved(tmp_path, *others())
     assert experiments.main(["--report", str(tmp_path)]) == 0
     assert "## Ablation" in capsys.readouterr().out
     (tmp_path / "bad.json").write_text('{"head": {"experiment": "a"}, "records": [{"case": {}}]}')
-    assert experiments.main(["--report", str(tmp_path)]) == 1
+    assert experiments.main(["--report", str(tmp_path)]) == 2
     assert "bad.json: not a result of an experiment" in capsys.readouterr().err
-
-
-def test_cells() -> None:
-    assert [cell(value) for value in (None, 1234.5, 12.345, 0.001234, 7, "x")] == [
-        "-",
-        "1,234",
-        "12.3",
-        "0.00123",
-        "7",
-        "x",
-    ]
-    assert table(["a", "b"], []) == ""
-    assert table(["a", "b"], [(1, 2.0)]) == "| a | b |\n|---|---:|\n| 1 | 2 |\n"

@@ -18,6 +18,7 @@ from bench.experiment_case import AROUND, Case, CaseError, Measure, Record, Stag
 from bench.experiment_result import Result, new_file, read_results
 from bench.experiment_run import Runner
 from bench.experiment_steps import StepTimes
+from bench.kv_pools import RoomError
 from bench.progress import Progress
 from bench.target import Target
 from tests.bench.experiment_fakes import case, result, window
@@ -192,6 +193,41 @@ def test_a_stage_that_does_not_start(fake: Fake, tmp_path: Path) -> None:
     made = fake.run([Stage("first", 1.0, start, tuple(OTHER)), fake.stage("trouterd", CASES)], tmp_path / "a.json")
     assert made.failures == [(OTHER[0].key, "not ready")]
     assert len(made.records) == len(CASES)
+
+
+def test_as_many_streams_as_have_room(fake: Fake, tmp_path: Path) -> None:
+    """What is compared has the same number of streams, although only the first system has said how many there is room for."""
+    measure = fake.measure
+
+    def limited(target: Target, one: Case) -> dict[str, Any]:
+        if one.streams > 3 and one.system == "trouterd":
+            raise RoomError("unix:/nowhere", one.streams, 3, 1000)
+        return measure(target, one)
+
+    fake.measure = limited  # type: ignore[method-assign]
+    many = [*CASES, case("large", 8)]
+    made = fake.run([fake.stage("trouterd", many), fake.stage("other", OTHER)], tmp_path / "a.json")
+    keys = [record.case.key.removeprefix("trouterd/low/") for record in made.records]
+    assert keys == [
+        "large/-/1",
+        "large/-/3",
+        "r2r-35/planned/1",
+        "r2r-35/planned/3",
+        "r2r-35/auto/3",
+        OTHER[0].key[:-1] + "3",
+    ]
+    assert [record.facts.get("asked_streams") for record in made.records] == [None, 4, None, 4, 4, 4]
+    assert "trouterd/low/large/-/8: room for 3 only, which have been measured" in fake.printed.getvalue()
+    assert not made.failures
+
+
+def test_no_room_at_all(fake: Fake, tmp_path: Path) -> None:
+    def limited(target: Target, one: Case) -> dict[str, Any]:
+        raise RoomError("unix:/nowhere", one.streams, 0, 1000)
+
+    fake.measure = limited  # type: ignore[method-assign]
+    made = fake.run([fake.stage("trouterd", CASES[:1])], tmp_path / "a.json")
+    assert made.failures == [(CASES[0].key, "the KV pools have no room for one such request")]
 
 
 def test_only() -> None:

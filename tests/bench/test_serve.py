@@ -16,7 +16,7 @@ from trouterd.demo import LARGE_DIRECTORY, SMALL_DIRECTORY
 @pytest.mark.timeout(180)
 def test_small_and_routed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--small", str(SMALL_DIRECTORY), "--large", str(LARGE_DIRECTORY), "--device", "cpu", "--streams", "2"]
-    arguments += ["--models", "small,routed", "--tokens", "24", "--prompt", "8", "--context", "128"]
+    arguments += ["--models", "small,routed", "--tokens", "60", "--prompt", "8", "--context", "128"]
     assert main([*arguments, "--params", "p = 0.5", "--json", str(tmp_path / "out.json")]) == 0
     small, routed = json.loads((tmp_path / "out.json").read_text())["cases"]
     assert small["tokens_per_second"] > 0

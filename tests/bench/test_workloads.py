@@ -28,10 +28,37 @@ def test_agents_share_a_beginning_and_reach_their_context() -> None:
     assert one[1].said != other[1].said != one[2].said
 
 
+@pytest.mark.parametrize(
+    ("part", "prompt", "wanted"),
+    [
+        (0.0, 3584, [1024, 1024, 1024, 1024]),
+        (0.125, 3584 + 512, [512, 1024, 1024, 1024]),
+        (0.5, 3584 + 1024 + 512 + 1024 + 512, [1024, 1024]),
+        (0.9999, 8192 + 1023, [1]),
+    ],
+)
+def test_a_conversation_that_is_under_way(part: float, prompt: int, wanted: list[int]) -> None:
+    first, *later = AGENT.midway(3, part)
+    assert (len(first.said), [turn.max_tokens for turn in (first, *later)]) == (prompt, wanted)
+    assert not first.whole
+    assert later == AGENT.conversation(3)[4 - len(later) :]
+    assert first.said[:3584] == AGENT.conversation(3)[0].said
+    assert first.said != AGENT.midway(4, part)[0].said
+
+
+def test_what_is_under_way_at_once_is_as_long_as_it_is_in_the_mean() -> None:
+    lengths = [len(LOW.midway(number, (number + 0.5) / 64)[0].said) for number in range(64)]
+    assert sum(lengths) / 64 == pytest.approx(100 + 1024, abs=1)
+    assert len({*lengths}) == 64
+    assert [one.under_way for one in (LOW, HIGH, AGENT)] == [100 + 1024, 100 + 4096, 5888 - 2048 + 512]
+    with pytest.raises(ValueError, match="expected less than 1"):
+        LOW.midway(0, 1.0)
+
+
 def test_prompts_come_from_the_seed() -> None:
-    assert find("agent", seed=3).conversation(7) == AGENT.seeded(3).conversation(7)
-    assert LOW.seeded(1).conversation(0) != LOW.seeded(2).conversation(0)
-    assert AGENT.seeded(1).conversation(0)[0].said[:9] != AGENT.seeded(2).conversation(0)[0].said[:9]
+    assert find("agent").seeded("3").conversation(7) == AGENT.seeded("3").conversation(7)
+    assert LOW.seeded("1").conversation(0) != LOW.seeded("2").conversation(0)
+    assert AGENT.seeded("1").conversation(0)[0].said[:9] != AGENT.seeded("2").conversation(0)[0].said[:9]
 
 
 def test_cut() -> None:
@@ -53,6 +80,8 @@ def test_data_set(tmp_path: Path) -> None:
     assert said[0][0].said == ({"role": "user", "content": "2 + 2?"},)
     assert said[0] == said[3]
     assert [(turn.said, turn.max_tokens) for (turn,) in said[1:3]] == [("Once", 9), ((5, 6, 7), 100)]
+    assert workload.midway(1, 0.5) == said[1]
+    assert workload.under_way == 0
     assert not workload.ignore_eos
     assert workload.label == "questions, answers cut to 100"
 

@@ -100,6 +100,25 @@ def test_a_hand_off_is_timed_from_both_sides() -> None:
     assert (report.waited, report.waited_seconds) == (1, 0.125)
 
 
+async def test_every_launch_of_a_request_has_a_wait() -> None:
+    runners = {
+        name: ScriptRunner([ids], vocab_size=258, eos=257, cycle=True, delay_ms=1.0)
+        for name, ids in (("small", 1), ("large", 2))
+    }
+    route = Route(models=["small", "large"], algorithm="every_n", params={"shape": "visit", "n": 3})
+    async with Cluster(runners, {"demo": route}).running() as cluster:
+        await cluster.generate("demo", [1, 2, 3], max_tokens=30)
+        await cluster.settled()
+        small, large = (cluster.workers[name].stats for name in ("small", "large"))
+        for stats, arrived in ((small, 1), (large, 0)):
+            assert sum(stats.arrival_seconds.counts) == arrived
+            assert sum(stats.handoff_seconds.counts) == len(stats.recent_handoffs) > 5
+            waited = arrived + len(stats.recent_handoffs) + sum(stats.stay_seconds.counts)
+            assert waited == stats.batch_requests.sum
+        assert sum(large.stay_seconds.counts) == 0
+        assert small.stay_seconds.sum > 0
+
+
 async def test_workers_time_hand_offs_that_are_waited_for() -> None:
     """One request: every hand-off finds its receiver idle, every step that hands over has none behind it."""
     runners = {

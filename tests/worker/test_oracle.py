@@ -126,6 +126,12 @@ CASES = {
     ),
     "visit 1": Case("every_n", reference.every_n("visit", 1), {"shape": "visit", "n": 1}),
     "visit 5": Case("every_n", reference.every_n("visit", 5), {"shape": "visit", "n": 5}),
+    "visit 5 by seed": Case(
+        "every_n", reference.every_n("visit", 5, by_seed=True), {"shape": "visit", "n": 5, "phases": "seed"}
+    ),
+    "block 3 of 3 by seed": Case(
+        "every_n", reference.every_n("block", 3, 3, by_seed=True), {"shape": "block", "n": 3, "phases": "seed"}, 3
+    ),
     "block 1 of 2": Case("every_n", reference.every_n("block", 1), {"shape": "block", "n": 1}),
     "block 4 of 2": Case("every_n", reference.every_n("block", 4), {"shape": "block", "n": 4}),
     "block 1 of 3": Case("every_n", reference.every_n("block", 1, 3), {"shape": "block", "n": 1}, 3),

@@ -35,7 +35,7 @@ def run_plan(options: argparse.Namespace) -> int:
             for name in options.placement or ("",)
         ]
     except NetworkError as error:
-        sys.stderr.write(f"trouterctl: {error}\n")
+        sys.stderr.write(f"trouterctl batching plan: error: {error}\n")
         return EXIT_USAGE
     report: Outlook | _Report
     if options.placement or options.price is not None or len(options.concurrency) > 1:
@@ -48,9 +48,21 @@ def run_plan(options: argparse.Namespace) -> int:
         (place,), (concurrency,) = places, options.concurrency
         found = survey(place.network, concurrency, options.max_batch)
         report = _Report(place, concurrency, found, plan(place.network, concurrency, options.max_batch))
-    lines = [json.dumps(report.facts())] if options.json else report.lines()
+    hopes = _hopes(options)
+    told = ("", f"Optimistic: {'; '.join(hopes)}.")
+    lines = [json.dumps(report.facts() | {"optimistic": hopes})] if options.json else [*report.lines(), *told]
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return EXIT_OK
+
+
+def _hopes(options: argparse.Namespace) -> list[str]:
+    """What a plan leaves out, in favour of routing and of the large model alone alike or of routing only."""
+    found = ["steps that feed prompts are left out"]
+    if not options.handoff_ms:
+        found.insert(0, "hand-offs take no time (--handoff-ms)")
+    if options.step and options.context is None:
+        found.insert(0, "steps are those of the shortest context in the files (--context)")
+    return found
 
 
 def build_network(options: argparse.Namespace) -> Network:
@@ -71,6 +83,11 @@ def build_network(options: argparse.Namespace) -> Network:
     else:
         times = [RowTime.affine(*(number / 1e3 for number in numbers)) for numbers in options.latency_ms]
     count = len(times)
+    if options.p is not None and count != 2:
+        flag = "--step" if options.step else "--latency-ms"
+        raise NetworkError(
+            f"{flag}: --p is between two models, entry first, and here are {count}; see --matrix for more"
+        )
     if options.p is not None:
         back = 1.0 if options.q is None else options.q
         routing = ((1 - options.p, options.p), (back, 1 - back))

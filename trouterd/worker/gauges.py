@@ -20,6 +20,7 @@ def gauges(worker: Worker) -> dict[str, float]:
         "pages_free": pages["free"],
         "pages_cached": pages["cached"],
         "pages_owned": pages["owned"],
+        "kv_tokens": pages["total"] * worker.kv.page_size,
         "batching_threshold": worker.launching.threshold,
         "messages_unsent": worker.outbound.unsent,
         "steps_in_flight": worker.stepper.in_flight,
@@ -28,4 +29,10 @@ def gauges(worker: Worker) -> dict[str, float]:
 
 def totals(worker: Worker) -> dict[str, float]:
     """What has happened since the start and is counted by none of `stats` (see `stats.TOTALS`)."""
-    return {"preemptions": worker.scheduler.preemptions, "visitor_evictions": worker.scheduler.evictions}
+    scheduler = worker.scheduler
+    return {
+        "preemptions": scheduler.preemptions,
+        "visitor_evictions": scheduler.evictions,
+        "prefix_tokens": scheduler.looked_up,
+        "prefix_cached_tokens": scheduler.matched,
+    }

@@ -96,6 +96,9 @@ class Request:
     pending_since_ns: int = 0
     pending_ns: int = 0
     arrived_ns: int = 0
+    """At its entry, time.monotonic_ns()."""
+    begun: bool = False
+    """Entry: its first step has been launched."""
     warm: bool = False
     """Entry: the peers have been told of the request. Visitor: prefill its prompt while it is still with the entry."""
     visit_source: int = 0

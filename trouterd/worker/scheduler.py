@@ -90,6 +90,8 @@ class Scheduler:
         """The last plan left a request waiting, or a visitor's prompt unfed, for lack of room."""
         self.preemptions = 0
         self.evictions = 0
+        self.looked_up = self.matched = 0
+        """Tokens of requests that got a slot, and those of them that the prefix cache had."""
         self._most_logits = max(len(kv.page_table), _LOGIT_ROWS)
         """Rows of a step whose logits are wanted: no more than without drafts, so that logits take no more memory."""
         self._logits_left = 0
@@ -287,6 +289,8 @@ class Scheduler:
         request.slot = slot
         verified = not request.is_entry and request.scores
         request.fed = self.kv.match(slot, request.tokens[: request.settled] if verified else request.tokens)
+        self.looked_up += len(request.tokens)
+        self.matched += request.fed
         return True
 
     def _make_room(self, request: Request, length: int, planned: set[int], *, preempt: bool = True) -> bool:

@@ -47,6 +47,10 @@ class Stats:
         """From a hand-off's sending to the start of its first step here."""
         self.recent_handoffs: deque[float] = deque(maxlen=RECENT)
         """The latest of those, in microseconds, for exact percentiles."""
+        self.arrival_seconds = Histogram(MICRO)
+        """From a request's arrival at its entry to the launch of its first step."""
+        self.stay_seconds = Histogram(MICRO)
+        """From the end of a step that left a request here to the launch of its next one; 0 where that was queued before."""
         self.step_seconds = Histogram(MICRO)
         self.batch_rows = Histogram(ROWS)
         self.batch_requests = Histogram(ROWS)
@@ -117,6 +121,15 @@ class Stats:
             counter("bad_records", "Ring records that are no message.", [(own, bad_records)]),
             histogram("handoff_seconds", "From sending a hand-off to its first step.", [(own, self.handoff_seconds)]),
             histogram(
+                "wait_seconds",
+                "From when a request could take a row to the launch of it, by what had brought it there.",
+                [
+                    ({**own, "since": "arrival"}, self.arrival_seconds),
+                    ({**own, "since": "handoff"}, self.handoff_seconds),
+                    ({**own, "since": "step"}, self.stay_seconds),
+                ],
+            ),
+            histogram(
                 "step_seconds", "Duration of a forward pass, sampler and routing included.", [(own, self.step_seconds)]
             ),
             histogram("batch_rows", "Token rows of a step.", [(own, self.batch_rows)]),
@@ -135,6 +148,7 @@ GAUGES = {
     "pages_free": "KV pages that hold nothing.",
     "pages_cached": "KV pages that only the prefix cache holds.",
     "pages_owned": "KV pages of requests.",
+    "kv_tokens": "Tokens that the KV pool has room for.",
     "loop_lag_seconds": "How late the event loop was at the last look.",
     "batching_threshold": "Ready requests that launch a step: B for the present number of active ones.",
     "steps_in_flight": "Steps queued on the device whose results have not been read.",
@@ -143,4 +157,6 @@ GAUGES = {
 TOTALS = {
     "preemptions": "Running requests sent back to wait.",
     "visitor_evictions": "Visitors whose KV was dropped while they were away.",
+    "prefix_tokens": "Tokens of requests that came into the KV pool.",
+    "prefix_cached_tokens": "Those of them that the prefix cache had.",
 }

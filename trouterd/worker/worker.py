@@ -101,6 +101,8 @@ class Worker:
         self._inbox = Inbox()
         self.turns = Turns(self._inbox.wake)
         self._closing = False
+        self._committed = 0.0
+        """When the latest outcome was there, time.monotonic()."""
         self._begun = 0.0
         """When the launch of the step in flight was decided on, if it is the only one; 0 otherwise."""
 
@@ -237,7 +239,8 @@ class Worker:
     def _commit(self, outcome: Outcome) -> None:
         if self.recorder is not None:
             self.recorder.outcome(outcome, self.stepper.in_flight)
-        self.observer.note(outcome, self._begun, time.monotonic(), followed=self.stepper.in_flight > 0)
+        self._committed = time.monotonic()
+        self.observer.note(outcome, self._begun, self._committed, followed=self.stepper.in_flight > 0)
         with self.outbound.together():
             self.outcomes.commit(outcome)
 
@@ -264,15 +267,22 @@ class Worker:
                 self.handoffs.warm(request)
 
     def _note_start(self, chunks: list[Chunk], now: float) -> None:
-        """Count the hand-offs whose first step was launched at `now`."""
-        latest = 0.0
+        """Count how long those had waited whose step was launched at `now`."""
+        latest, stayed, stats = 0.0, 0, self.stats
         for chunk in chunks:
             request = chunk.request
             if request.handoff_sent_ns:
                 sent = request.handoff_sent_ns * 1e-9
                 latest = max(latest, sent)
-                self.stats.handoff_started(now - sent)
+                stats.handoff_started(now - sent)
                 request.handoff_sent_ns = 0
+            elif request.is_entry and not request.begun:
+                stats.arrival_seconds.observe(now - request.arrived_ns * 1e-9)
+            else:
+                stayed += chunk.wants_logits
+            request.begun = True
+        if stayed:
+            stats.stay_seconds.observe(now - self._committed if self._begun else 0.0, stayed)
         if latest and self._begun and self.launching.reason is not Reason.LINGER:
             self.observer.awaited(chunks, latest, now)
 
