@@ -19,6 +19,9 @@ from tests.harness import Answer, Cluster
 from trouterd.worker.events import ProcessState
 from trouterd.worker.outbound import API
 
+LISTS = ((), (1, 2), (1, 1, 2, 4), (1, 2, 3, 4, 5, 6))
+"""Thresholds, some of which can have all models wait at once: for the linger time."""
+
 
 @dataclass(frozen=True)
 class Mood:
@@ -32,6 +35,8 @@ class Mood:
     stall: float = 0.0
     api_death: float = 0.0
     abort: float = 0.0
+    tune: float = 0.0
+    """A worker gets other lists of delayed batching."""
     lag: int = 2
     """Most turns of the event loop between two deliveries."""
 
@@ -136,6 +141,9 @@ class Network:
         if dice.random() < mood.death:
             index = dice.choice(list(self.states))
             await (self._revive(index) if self.states[index] == "down" else self._kill(index))
+        if mood.tune and dice.random() < mood.tune:
+            worker = self.cluster.workers[dice.choice(self.cluster.names)]
+            worker.launching.configure(dice.choice(LISTS), 0.002, relax=dice.random() < 0.3)
         if dice.random() < mood.api_death:
             self._lose(self.jobs)
             for index in self.states:

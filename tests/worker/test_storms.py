@@ -68,6 +68,7 @@ moods = st.builds(
     stall=st.sampled_from([0.0, 0.03, 0.1]),
     api_death=st.sampled_from([0.0, 0.0, 0.01]),
     abort=chance,
+    tune=st.sampled_from([0.0, 0.1, 0.3]),
     lag=st.sampled_from([1, 2, 6]),
 )
 shapes = st.fixed_dictionaries(
