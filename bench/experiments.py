@@ -20,6 +20,7 @@ measured. A second run into the same folder writes a second file; --report puts 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -72,7 +73,7 @@ _FOREVER = 1e9
 def main(arguments: list[str]) -> int:
     """Run an experiment, or put results together; returns the exit code."""
     options = _parser().parse_args(arguments)
-    options.command = " ".join(["python -m bench.throughput", *arguments])
+    options.command = shlex.join(["python", "-m", "bench.throughput", *arguments])
     try:
         if options.report:
             print(write_report(options.report))
@@ -253,7 +254,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     windows.add_argument("--budget", type=float, default=_FOREVER, metavar="S", help="for everything")
     windows.add_argument(
-        "--note", default="", metavar="TEXT", help="what is particular to this run; the report begins with it"
+        "--note",
+        default="",
+        metavar="TEXT",
+        help="what is particular to this run; the report has it beside its verdict",
     )
     windows.add_argument("--list", action="store_true", help="say what would be measured, and how long it takes")
     windows.add_argument(

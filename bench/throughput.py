@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -55,7 +56,7 @@ def main(arguments: list[str]) -> int:
         options.output.mkdir(parents=True, exist_ok=True)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, ExitStack() as stack:
             systems = [runner.run(targets(system, options.silence, stack)) for system in options.systems]
-            run = _Run(options, " ".join(["python -m bench.throughput", *arguments]))
+            run = _Run(options, shlex.join(["python", "-m", "bench.throughput", *arguments]))
             for workload, streams, target in run.plan([target for found in systems for target in found]):
                 runner.run(run.window(target, workload, streams))
     except (FrontierError, RuntimeError, OSError) as error:
