@@ -89,7 +89,7 @@ _TERMS = (
     Term("GPU-s", "GPUs that the system keeps times seconds, idle ones too", ("GPU-s", "GPU-seconds")),
     Term(
         "device-s",
-        "the same without a GPU: each model counts as a device, whatever cores it has",
+        "devices that the system keeps times seconds, idle ones too; without a GPU each model counts as a device",
         ("device-s", "device-seconds"),
     ),
     Term(

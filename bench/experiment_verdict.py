@@ -101,7 +101,7 @@ def sentence(name: str, points: Sequence[Point], counts: Sequence[int]) -> str:
         what = f"{ratios} times the baseline" if not number else ratios
         told.append(_CLAUSES[run[0].says].format(at=at, ratio=what))
     tails = [point.tail for point in points if point.tail is not None]
-    tail = f"; the slowest 1 % of gaps between tokens: {_range(tails, '.2g')} times as long" if tails else ""
+    tail = f"; gap between tokens, p99: {_range(tails, '.2g')} times the baseline's" if tails else ""
     return f"**{name}** {', '.join(told)}{tail}{_other_cost(points)}."
 
 

@@ -38,10 +38,13 @@ def worth_it(groups: Sequence[Group]) -> tuple[str, list[Result]]:
     parts, told = [], []
     for results in _together(groups):
         whole = Group(results)
-        found = [block for workload in whole.workloads() if (block := _block(whole, workload))]
+        found = {workload: points for workload in whole.workloads() if (points := verdict(whole, workload))}
         if found:
             heading = f"### {whole.title}; {whole.head['hardware']}"
-            parts.append("\n\n".join([heading, *notes(results), *found]))
+            blocks = [_block(whole, workload, patterns) for workload, patterns in found.items()]
+            every = [point for patterns in found.values() for points in patterns.values() for point in points]
+            errors = "\n".join(f"- {line}" for line in _errors(whole, every))
+            parts.append("\n\n".join([heading, *notes(results), *blocks, errors]))
             told += results
     if not parts:
         return "", []
@@ -66,11 +69,8 @@ def _together(groups: Sequence[Group]) -> list[list[Result]]:
     return [sorted(results, key=lambda one: str(one.head["started"])) for results in found.values() if results]
 
 
-def _block(group: Group, workload: str) -> str:
-    """Of a workload: baseline, a sentence and rows of each pattern, and the error; '' where nothing is compared."""
-    found = verdict(group, workload)
-    if not found:
-        return ""
+def _block(group: Group, workload: str, found: Mapping[str, Sequence[Point]]) -> str:
+    """Of a workload: baseline, a sentence for each pattern, and its rows."""
     points = [point for own in found.values() for point in own]
     counts = sorted({point.window.case.streams for point in points})
     return "\n\n".join(
@@ -78,7 +78,6 @@ def _block(group: Group, workload: str) -> str:
             f"Workload `{workload}`. {_baseline(group, points)}",
             "\n".join(f"- {sentence(group.name(subject), own, counts)}" for subject, own in found.items()),
             _rows(group, found).rstrip(),
-            "\n".join(f"- {line}" for line in _errors(group, points)),
         ]
     )
 
@@ -153,7 +152,7 @@ def _errors(group: Group, points: Sequence[Point]) -> Iterable[str]:
     if single:
         worst = max(single, key=lambda point: point.error)
         asked, count = group.name(worst.window.case.subject), cell(tokens(worst.window))
-        where = f"{asked}, N = {worst.window.case.streams}, a window of {count} tokens"
+        where = f"`{worst.window.case.workload}`, {asked}, N = {worst.window.case.streams}, a window of {count} tokens"
         most = f", and with few tokens it is more: up to {worst.error:.0%} ({where})"
         yield (
             "*from*, *to*: one window each, so that their spread is not known. Taken is what chance does to as many hand-overs as"

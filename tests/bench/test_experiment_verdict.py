@@ -53,7 +53,7 @@ def test_a_sentence_by_rule() -> None:
 def test_tails_and_other_gpus_are_told() -> None:
     slow = {"mean": 2.0, "p50": 1.5, "p95": 3.0, "p99": 12.0}
     text = told(measured(2.0, gap_ms=slow, gpu_seconds_per_1000=7.5))
-    assert text.endswith("; the slowest 1 % of gaps between tokens: 3 times as long; a token costs 0.75 times as much.")
+    assert text.endswith("; gap between tokens, p99: 3 times the baseline's; a token costs 0.75 times as much.")
     # On the same GPUs cost follows from speed.
     assert "a token costs" not in told(measured(2.0))
 
@@ -77,7 +77,7 @@ def test_few_tokens_are_a_wide_error() -> None:
     assert narrow.error == pytest.approx(0.05)
     assert (narrow.says, wide.says) == ("pays", "no difference")
     text, _ = worth_it([short])
-    assert f"up to {wide.error:.0%} (R2R, p = 0.35, N = 1, a window of 24 tokens)" in text
+    assert f"up to {wide.error:.0%} (`low`, R2R, p = 0.35, N = 1, a window of 24 tokens)" in text
     assert "with few tokens" not in worth_it([long])[0]
 
 
