@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from bench.command_line import run_command, whole_numbers
 from bench.delayed import PATTERNS, Settings, measure
 from bench.delayed_report import markdown, plots
 from bench.frontier_fault import FrontierError
@@ -75,30 +75,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.batching", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--requests", type=_numbers, metavar="LIST", help="1,4,16,64; with --daemon 4,8,16")
+    parser = argparse.ArgumentParser(prog="bench.batching", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--requests", type=whole_numbers, metavar="LIST", help="in flight (1,4,16,64; with --daemon 4,8,16)"
+    )
     parser.add_argument("--daemon", action="store_true", help="measure a daemon with scripted step times")
     parser.add_argument(
-        "--step-ms", type=_times_ms, default=(6.0, 28.0), metavar="SMALL,LARGE", help="of its models: 6,28"
+        "--step-ms", type=_times_ms, default="6,28", metavar="SMALL,LARGE", help="of its models (%(default)s)"
     )
     parser.add_argument("--seconds", type=float, default=8.0, metavar="S", help="of each of its measurements (8)")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="windows of each kind (3)")
     parser.add_argument(
-        "--patterns", type=_patterns, default=PATTERNS, metavar="LIST", help=f"of runs, or none: {','.join(PATTERNS)}"
+        "--patterns", type=_patterns, default=PATTERNS, metavar="LIST", help=f"of runs, or none ({','.join(PATTERNS)})"
     )
     parser.add_argument(
         "--others", type=float, default=0.1, metavar="CPUS", help="that other programs may use meanwhile (0.1)"
     )
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="of its report, as PNG files (needs matplotlib)")
-    parser.add_argument("--steps", type=int, default=40_000, metavar="N", help="of a simulation, all requests together")
-    parser.add_argument("--markdown", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--steps", type=int, default=40_000, metavar="N", help="of a simulation, all requests together (40000)"
+    )
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here too")
     return parser
 
 
 def _problem(options: argparse.Namespace) -> str:
     """What would end a measurement, or its report after minutes; '' if nothing."""
-    if min(options.requests or REQUESTS) < 1:
-        return "--requests: numbers from 1 on"
     if options.steps < 1:
         return "--steps: a number from 1 on"
     if not (0 < options.seconds < math.inf and all(0 < ms < math.inf for ms in options.step_ms)):
@@ -126,10 +128,6 @@ def _patterns(text: str) -> tuple[str, ...]:
     if unknown := set(found) - set(PATTERNS):
         raise argparse.ArgumentTypeError(f"unknown patterns {sorted(unknown)}")
     return found
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
 
 
 def _against_simulator(requests: Sequence[int], steps: int) -> Iterable[str]:
@@ -197,4 +195,4 @@ def _times() -> Iterable[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command("bench.batching", main)

@@ -14,19 +14,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.beside_pair import Load, Pair, loads, table
+from bench.command_line import run_command, usage_fault
 from bench.deployment import Deployment, ModelSpec
 from bench.experiment_case import LARGE, SMALL
 from bench.mps import sharing
@@ -44,40 +45,6 @@ _END = 10.0
 
 class SideError(Exception):
     """A process did not do what it was asked for; the message says which and why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Steps of one model."""
-
-    requests: int
-    rows: int
-
-    def __str__(self) -> str:
-        return f"{self.requests}x{self.rows}"
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Steps of both models, ms; alone, and beside each other."""
-
-    percent: int
-    small: str
-    large: str
-    small_alone: float
-    small_beside: float
-    large_alone: float
-    large_beside: float
-
-    @property
-    def contention(self) -> tuple[float, float]:
-        """By how much a step of either is longer beside the other."""
-        return self.small_beside / self.small_alone - 1, self.large_beside / self.large_alone - 1
-
-    @property
-    def together(self) -> float:
-        """Work of both in a second, by what each does alone in a second."""
-        return self.small_alone / self.small_beside + self.large_alone / self.large_beside
 
 
 class Side:
@@ -144,14 +111,14 @@ def side(name: str, options: argparse.Namespace, percent: int, variables: Mappin
     Raises:
         SideError: it did not start.
     """
-    loads: Sequence[Load] = options.small_steps if name == SMALL else options.large_steps
+    asked: Sequence[Load] = options.small_steps if name == SMALL else options.large_steps
     command = module_command(
         "bench.beside_side",
         f"--source={options.small if name == SMALL else options.large}",
         f"--device={options.device}",
         f"--dtype={options.dtype}",
-        f"--requests={max(steps.requests for steps in loads)}",
-        f"--rows={max(steps.rows for steps in loads)}",
+        f"--requests={max(steps.requests for steps in asked)}",
+        f"--rows={max(steps.rows for steps in asked)}",
         f"--context={options.context}",
         f"--kernel-percent={percent}",
         f"--head={options.head if name == SMALL else 'none'}",
@@ -161,7 +128,7 @@ def side(name: str, options: argparse.Namespace, percent: int, variables: Mappin
         started = Side(name, process, options.seconds)
         try:
             started.answer()
-            for steps in loads:
+            for steps in asked:
                 started.warm_up(steps)
             yield started
         finally:
@@ -225,31 +192,6 @@ class Sweep:
                 yield Pair(percent, str(few), str(many), small_alone, found[0], large_alone[many], found[1])
 
 
-def table(pairs: Sequence[Pair]) -> str:
-    """Of all pairs, and the contention of each percentage."""
-    lines = [
-        "| percent | small | large | small alone, ms | beside | large alone, ms | beside | contention | together |",
-        "|---:|---|---|---:|---:|---:|---:|---|---:|",
-    ]
-    lines += [
-        f"| {pair.percent} | {pair.small} | {pair.large} | {pair.small_alone:.3f} | {pair.small_beside:.3f}"
-        f" | {pair.large_alone:.2f} | {pair.large_beside:.2f} | {_factors([pair])} | {pair.together:.2f} |"
-        for pair in pairs
-    ]
-    lines += ["", "Medians:", ""]
-    for percent in dict.fromkeys(pair.percent for pair in pairs):
-        own = [pair for pair in pairs if pair.percent == percent]
-        together = statistics.median(pair.together for pair in own)
-        lines.append(f"- {percent} %: --contention {_factors(own)}, together {together:.2f}")
-    return "\n".join(lines)
-
-
-def _factors(pairs: Sequence[Pair]) -> str:
-    """As `--contention` takes them, which knows no negative ones."""
-    columns = zip(*(pair.contention for pair in pairs), strict=True)
-    return ",".join(f"{max(0.0, statistics.median(column)):.2f}" for column in columns)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     parser = _parser()
@@ -260,7 +202,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="beside-") as folder, _sharing(options, Path(folder)) as variables:
             pairs = _measured(Sweep(options, variables), options.json)
-    except (SideError, ConfigError) as error:
+    except ConfigError as error:
+        return usage_fault("bench.beside", error)
+    except SideError as error:
         print(f"bench.beside: {error}", file=sys.stderr)
         return 1
     print("\n" + table(pairs))
@@ -291,24 +235,38 @@ def _sharing(options: argparse.Namespace, folder: Path) -> Iterator[Mapping[str,
 
 def _parser() -> argparse.ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m bench.beside", description=__doc__, formatter_class=formatter)
+    parser = argparse.ArgumentParser(prog="bench.beside", description=__doc__, formatter_class=formatter)
     parser.add_argument("--small", required=True, metavar="MODEL", help="a directory, or a published shape")
-    parser.add_argument("--large", required=True, metavar="MODEL")
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
-    parser.add_argument("--percent", type=_percentages, default=(20, 40, 80), metavar="LIST", help="20,40,80")
+    parser.add_argument("--large", required=True, metavar="MODEL", help="the same")
+    parser.add_argument("--device", default="cuda:0", help="the GPU of both (%(default)s)")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="of weights and KV (%(default)s)")
+    parser.add_argument(
+        "--percent",
+        type=_percentages,
+        default="20,40,80",
+        metavar="LIST",
+        help="of the multiprocessors, for the small model's persistent kernel; 0: none (%(default)s)",
+    )
     parser.add_argument(
         "--large-percent", type=int, default=0, metavar="N", help="for a persistent kernel of the large model (0: none)"
     )
-    parser.add_argument("--small-steps", type=_loads, default=_loads("4x1,16x1"), metavar="LIST", help="4x1,16x1")
     parser.add_argument(
-        "--large-steps", type=_loads, default=_loads("4x3,14x3,12x10"), metavar="LIST", help="4x3,14x3,12x10"
+        "--small-steps", type=loads, default="4x1,16x1", metavar="LIST", help="its REQUESTSxROWS (%(default)s)"
     )
-    parser.add_argument("--context", type=int, default=600, metavar="TOKENS", help="before the rows of a step")
-    parser.add_argument("--head", choices=HEADS, default="none", help="routing algorithm on the small model's rows")
-    parser.add_argument("--mps", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--seconds", type=float, default=0.8, metavar="S", help="of a window")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--large-steps", type=loads, default="4x3,14x3,12x10", metavar="LIST", help="the same (%(default)s)"
+    )
+    parser.add_argument(
+        "--context", type=int, default=600, metavar="TOKENS", help="before the rows of a step (%(default)s)"
+    )
+    parser.add_argument(
+        "--head", choices=HEADS, default="none", help="routing algorithm on the small model's rows (%(default)s)"
+    )
+    parser.add_argument(
+        "--mps", action=argparse.BooleanOptionalAction, default=True, help="side by side; else time slices (--mps)"
+    )
+    parser.add_argument("--seconds", type=float, default=0.8, metavar="S", help="of a window (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     return parser
 
 
@@ -319,15 +277,5 @@ def _percentages(text: str) -> tuple[int, ...]:
     return found
 
 
-def _loads(text: str) -> tuple[Load, ...]:
-    found = []
-    for part in text.split(","):
-        requests, _, rows = part.partition("x")
-        if not (requests.isdecimal() and rows.isdecimal() and int(requests) and int(rows)):
-            raise argparse.ArgumentTypeError(f"expected REQUESTSxROWS with commas between, got {text!r}")
-        found.append(Load(int(requests), int(rows)))
-    return tuple(found)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command("bench.beside", main)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from bench.command_line import run_command
 from bench.step_heads import HEADS, make_head
 from bench.step_model import Options, open_runner
 from bench.step_rig import Rig, TooLargeError
@@ -84,17 +85,17 @@ def _answer(rig: Rig, context: int, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.beside_side", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="bench.beside_side", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--source", required=True, help="a directory, or a published shape")
-    parser.add_argument("--device", required=True)
-    parser.add_argument("--dtype", choices=tuple(DTYPES), required=True)
+    parser.add_argument("--device", required=True, help="the GPU")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), required=True, help="of weights and KV")
     parser.add_argument("--requests", type=int, required=True, help="most of a step")
     parser.add_argument("--rows", type=int, required=True, help="most of a request")
-    parser.add_argument("--context", type=int, required=True)
-    parser.add_argument("--head", choices=HEADS, default="none", help="routing algorithm on every row")
+    parser.add_argument("--context", type=int, required=True, help="tokens before the rows of a step")
+    parser.add_argument("--head", choices=HEADS, default="none", help="routing algorithm on every row (%(default)s)")
     parser.add_argument("--kernel-percent", type=int, default=0, help="of the multiprocessors; 0: no persistent kernel")
     return parser
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command("bench.beside_side", main)

@@ -16,7 +16,6 @@ import cProfile
 import os
 import pstats
 import statistics
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ import numpy as np
 import torch
 import uvloop
 
+from bench.command_line import run_command
 from ipc.eventfd import create_event
 from ipc.layout import RingSpec
 from ipc.messages import Message, Sampling, Submit, encode, pack_ids
@@ -166,12 +166,16 @@ async def decode(streams: int, steps: int, depth: int, seconds: float, profile: 
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="bench.decode_loop", description=__doc__)
-    parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--depth", type=int, default=2)
-    parser.add_argument("--step-us", type=float, default=0.0)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser = argparse.ArgumentParser(
+        prog="bench.decode_loop", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--streams", type=int, default=8, metavar="N", help="requests in flight (%(default)s)")
+    parser.add_argument("--steps", type=int, default=20_000, metavar="N", help="tokens of each request (%(default)s)")
+    parser.add_argument("--depth", type=int, default=2, metavar="N", help="steps in flight (%(default)s)")
+    parser.add_argument("--step-us", type=float, default=0.0, metavar="US", help="time of a step, microseconds (0)")
+    parser.add_argument(
+        "--repeats", type=int, default=5, metavar="N", help="runs, of which medians are shown (%(default)s)"
+    )
     parser.add_argument("--profile", action="store_true", help="one run under cProfile, by own time")
     options = parser.parse_args()
     if options.profile:
@@ -192,4 +196,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command("bench.decode_loop", main)

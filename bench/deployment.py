@@ -31,7 +31,7 @@ READY_TIMEOUT = 600.0
 """Seconds that a daemon gets to load its models, and to compile kernels at its first start."""
 _LETTERS = 64
 """Ids of a script: ordinary ones of the vocabulary, others for each model."""
-_SCRIPT_TOKENS = 1 << 16
+SCRIPT_TOKENS = 1 << 16
 """Context of a scripted model."""
 _NAMED = ("models", "routes")
 """Sections with a table per name."""
@@ -139,8 +139,8 @@ def _write_script(path: Path, place: int, delay_ms: float) -> Path:
         "ids": list(range(first, first + _LETTERS)),
         "cycle": True,
         "delay_ms": delay_ms,
-        "context_length": _SCRIPT_TOKENS,
-        "num_pages": _SCRIPT_TOKENS,
+        "context_length": SCRIPT_TOKENS,
+        "num_pages": SCRIPT_TOKENS,
     }
     path.write_text(json.dumps(script))
     return path.resolve()

@@ -28,6 +28,7 @@ from aiohttp import web
 
 from algorithms.registry import AlgorithmError
 from bench.blind_routes import Destinations, Sides, blind_routes
+from bench.command_line import run_command
 from bench.one_token import ModelServer, ServerError
 from ipc.messages import Abort, Message, Submit, Tokens, TokenUpdate, pack_ids
 from models.config import ModelError
@@ -214,7 +215,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="models and routes, as of trouterd")
     parser.add_argument("--socket", type=Path, required=True, metavar="PATH", help="where to listen")
     parser.add_argument(
-        "--server", action="append", required=True, type=lambda text: text.split("=", 1), metavar="MODEL=SOCKET"
+        "--server",
+        action="append",
+        required=True,
+        type=lambda text: text.split("=", 1),
+        metavar="MODEL=SOCKET",
+        help="unix socket of a model's server; once for each model",
     )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -225,10 +231,10 @@ def main(arguments: list[str]) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(config, options.socket, dict(options.server)))
     except (AlgorithmError, ConfigError, ModelError, TokenizerMismatch) as error:
-        print(f"dispatcher: {error}", file=sys.stderr)
+        print(f"bench.dispatcher: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command("bench.dispatcher", lambda: main(sys.argv[1:]))

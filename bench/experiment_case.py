@@ -101,13 +101,7 @@ class Stage:
     cases: tuple[Case, ...]
 
     def repeated(self, repeats: int) -> Stage:
-        """The same, with each window measured so often.
-
-        Raises:
-            CaseError: that is not once or more.
-        """
-        if repeats < 1:
-            raise CaseError(f"--repeats {repeats}: expected a number from 1 on")
+        """The same, with each window measured so often, from once on."""
         return replace(self, cases=tuple(replace(case, repeats=repeats) for case in self.cases))
 
 

@@ -21,7 +21,7 @@ from trouterd.demo import LARGE_DIRECTORY, SMALL_DIRECTORY
 from trouterd.settings import BUILTIN, ConfigError, load
 
 CPU = "cpu"
-_BUILTIN = {f"{BUILTIN}small": SMALL_DIRECTORY, f"{BUILTIN}large": LARGE_DIRECTORY}
+BUILTIN_DIRECTORIES = {f"{BUILTIN}small": SMALL_DIRECTORY, f"{BUILTIN}large": LARGE_DIRECTORY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,5 +165,7 @@ def model_config(source: str) -> ModelConfig:
         models.config.ModelError: it is not of a known family, or is not there.
     """
     with tempfile.TemporaryDirectory() as name:
-        directory = write_shape(source, Path(name)) if source in SHAPES else _BUILTIN.get(source, Path(source))
+        directory = (
+            write_shape(source, Path(name)) if source in SHAPES else BUILTIN_DIRECTORIES.get(source, Path(source))
+        )
         return ModelConfig.load(directory)

@@ -71,7 +71,9 @@ class StepTimes:
             return self._given[name]
         points = points or self._points.get((TROUTERD, workload, name))
         if not points:
-            raise CaseError(f"no step time of the model {name}: let it be measured alone before, or give --step")
+            raise CaseError(
+                f"no step time of the model {name}: none of its windows alone on {workload} was measured; see these, or give --step"
+            )
         return RowTime(StepTime(tuple(sorted(points.items()))))
 
     def fit(self, workload: str, pattern: Pattern | Mixture, names: Sequence[str]) -> Fit:

@@ -24,6 +24,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,7 +37,11 @@ from bench import (
     experiment_switching,
     experiment_thresholds,
 )
+from bench.command_line import usage_fault
+from bench.experiment_arguments import NAME, read
 from bench.experiment_case import LARGE, MIDDLE, SMALL, CaseError, Stage, cost, matching, within
+from bench.experiment_fit import fitting
+from bench.experiment_quality import LETTER
 from bench.experiment_report import write_report
 from bench.experiment_result import Result, ResultError, new_file, now
 from bench.experiment_run import Runner
@@ -61,41 +66,58 @@ _STAGES: dict[str, Callable[[Scope], list[Stage]]] = {
     "f": experiment_placement.stages,
     "g": experiment_compare.lengths,
 }
-QUALITY = "h"
 _USUAL = ("low",)
 _LONG = "high"
 _WORKLOADS = {"a": (*_USUAL, "agent", _LONG), "g": (*_USUAL, _LONG)}
-_HANDOFF_MS = 0.3
-"""About what one takes between idle processes (docs/performance.md)."""
-_FOREVER = 1e9
 
 
 def main(arguments: list[str]) -> int:
     """Run an experiment, or put results together; returns the exit code."""
-    options = _parser().parse_args(arguments)
-    options.command = shlex.join(["python", "-m", "bench.throughput", *arguments])
+    options = read(arguments, tuple(_STAGES), __doc__)
+    options.command = shlex.join(["python", "-m", NAME, *arguments])
+    if options.report:
+        return _report(options.report)
     try:
-        if options.report:
-            print(write_report(options.report))
-            return 0
-        return _quality(options) if options.experiment == QUALITY else _measure(options)
-    except (CaseError, NetworkError, ResultError) as error:
-        print(f"bench.throughput: {error}", file=sys.stderr)
+        start = _quality(options) if options.experiment == LETTER else _windows(options)
+    except (CaseError, NetworkError) as error:
+        return usage_fault(NAME, error)
+    try:
+        return start()
+    except CaseError as error:
+        print(f"{NAME}: {error}", file=sys.stderr)
         return 1
 
 
-def _measure(options: argparse.Namespace) -> int:
+def _report(folder: Path) -> int:
+    try:
+        print(write_report(folder))
+    except ResultError as error:
+        return usage_fault(NAME, f"--report: {error}")
+    print(f"{NAME}: wrote {folder / 'report.md'} and its plots", file=sys.stderr)
+    return 0
+
+
+def _windows(options: argparse.Namespace) -> Callable[[], int]:
+    """What measures them, or lists them, when everything has been looked at that can be wrong with the command line."""
     scope = _scope(options)
     scope.setup.check()
+    fitting(scope.setup, scope.workloads)
     stages = [replace(stage, cases=matching(stage.cases, options.only)) for stage in _STAGES[options.experiment](scope)]
     stages = [stage.repeated(options.repeats) for stage in stages if stage.cases]
     if not stages:
         raise CaseError(f"--only {','.join(options.only)}: no window has such a key; --list shows them")
     if options.list:
-        _list(stages, options.seconds, options.budget)
-        return 0
+        return partial(_list, stages, options.seconds, options.budget)
+    _require_output(options)
+    return partial(_measure, options, scope, stages)
+
+
+def _require_output(options: argparse.Namespace) -> None:
     if options.output is None:
         raise CaseError("--output names the folder of the result")
+
+
+def _measure(options: argparse.Namespace, scope: Scope, stages: Sequence[Stage]) -> int:
     setup = scope.setup
     path = new_file(options.output, options.experiment, setup.pair, setup.placement)
     facts = {
@@ -131,10 +153,16 @@ def _measure(options: argparse.Namespace) -> int:
     return 0 if result.records and not result.failures else 1
 
 
-def _quality(options: argparse.Namespace) -> int:
-    if options.output is None:
-        raise CaseError("--output names the folder of the result")
-    path = new_file(options.output, QUALITY, "demo", CPU)
+def _quality(options: argparse.Namespace) -> Callable[[], int]:
+    sweeps = experiment_quality.sweeps(options)
+    if options.list:
+        return partial(experiment_quality.show, options, sweeps)
+    _require_output(options)
+    return partial(_measure_quality, options)
+
+
+def _measure_quality(options: argparse.Namespace) -> int:
+    path = new_file(options.output, LETTER, "demo", CPU)
     facts = {"pair": "demo", "placement": CPU, "devices": [CPU], "names": {}}
     result = Result(_head(options, CPU) | facts, points=experiment_quality.quality(options), complete=True)
     result.save(path)
@@ -148,7 +176,7 @@ def _head(options: argparse.Namespace, device: str) -> dict[str, object]:
     return facts | ({"note": options.note} if options.note else {})
 
 
-def _list(stages: Sequence[Stage], seconds: float, budget: float) -> None:
+def _list(stages: Sequence[Stage], seconds: float, budget: float) -> int:
     kept, _ = within([(stage.seconds, stage.cases) for stage in stages], seconds, budget)
     total = 0.0
     for stage in stages:
@@ -159,7 +187,9 @@ def _list(stages: Sequence[Stage], seconds: float, budget: float) -> None:
             mark = "" if case.key in kept else "   dropped"
             print(f"  {case.key}   importance {case.importance}, {cost(case, seconds):.3g} s{mark}")
     windows = sum(len(stage.cases) for stage in stages)
+    print("Importance: 0 is the most important; with --budget the windows with the highest number are dropped first.")
     print(f"{total:.0f} s in all, {len(kept)} of {windows} windows")
+    return 0
 
 
 def _scope(options: argparse.Namespace) -> Scope:
@@ -213,92 +243,3 @@ def _each(flag: str, given: tuple, count: int) -> tuple:  # type: ignore[type-ar
     if len(given) not in (1, count):
         raise CaseError(f"{flag}: {len(given)} given for {count} models")
     return given * count if len(given) == 1 else given
-
-
-def _parser() -> argparse.ArgumentParser:
-    shape = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="bench.throughput", description=__doc__, formatter_class=shape)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--experiment", choices=(*_STAGES, QUALITY))
-    what.add_argument("--report", type=Path, metavar="DIR", help="put all results in a folder together")
-    models = parser.add_argument_group("models")
-    source = "a directory, builtin:small, a published shape (random weights), or script:MS"
-    for name in ("small", "middle", "large"):
-        models.add_argument(f"--{name}", default="", metavar="SOURCE", help=source)
-    models.add_argument("--devices", type=_words, default=(CPU,), metavar="LIST", help="of all models, or of each")
-    models.add_argument("--tensor-parallel", type=_counts, default=(1,), metavar="LIST", help="the same for GPUs")
-    models.add_argument("--context", type=int, default=0, metavar="TOKENS", help="context_length of all models")
-    models.add_argument("--model-set", action="append", default=[], metavar="KEY=VALUE", help="of every model")
-    models.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="of all daemons, as in the configuration: small.megakernel_percent=30, batching.overlap=false",
-    )
-    windows = parser.add_argument_group("windows")
-    windows.add_argument("--output", type=Path, metavar="DIR", help="folder of the result")
-    windows.add_argument("--workloads", type=_words, default=(), metavar="LIST")
-    windows.add_argument("--patterns", type=_words, default=(), metavar="LIST", help="by importance")
-    windows.add_argument("--streams", type=_counts, default=(), metavar="LIST")
-    windows.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of a window (20)")
-    windows.add_argument("--settle", type=float, default=4.0, metavar="S", help="of load before a window (4)")
-    windows.add_argument("--learn", type=float, default=20.0, metavar="S", help="the same for the controller (20)")
-    windows.add_argument("--seed", type=int, default=0, metavar="N", help="of what requests draw (0)")
-    windows.add_argument(
-        "--repeats", type=int, default=1, metavar="R", help="windows of each, with a seed of their own (1)"
-    )
-    windows.add_argument("--only", type=_words, default=(), metavar="KEYS", help="windows by key, with * and ?")
-    windows.add_argument(
-        "--start", type=float, default=0.0, metavar="S", help="that a daemon takes to start and to end (45; CPU: 5)"
-    )
-    windows.add_argument("--budget", type=float, default=_FOREVER, metavar="S", help="for everything")
-    windows.add_argument(
-        "--note",
-        default="",
-        metavar="TEXT",
-        help="what is particular to this run; the report has it beside its verdict",
-    )
-    windows.add_argument("--list", action="store_true", help="say what would be measured, and how long it takes")
-    windows.add_argument(
-        "--step", type=Path, action="append", default=[], metavar="FILE", help="of bench.step, per model: for plans"
-    )
-    windows.add_argument(
-        "--contention",
-        type=_factors,
-        default=(),
-        metavar="LIST",
-        help="for plans: by how much another running model prolongs a step, of all models or of each"
-        " (0.25,4 for two on one GPU; f measures it)",
-    )
-    windows.add_argument("--handoff-ms", type=float, default=_HANDOFF_MS, metavar="MS", help="for plans (0.3)")
-    windows.add_argument(
-        "--step-context", type=int, default=1024, metavar="TOKENS", help="that is taken of them (1024)"
-    )
-    windows.add_argument(
-        "--std-servers",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="Std. Serving on a daemon for each model (the default), or on the routed daemon's models",
-    )
-    windows.add_argument("--vllm", type=Path, metavar="FOLDER", help="experiment a: scripts of the peer")
-    experiment_quality.add_arguments(parser)
-    return parser
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
-
-
-def _factors(text: str) -> tuple[float, ...]:
-    numbers = tuple(float(part) for part in text.split(","))
-    if not all(0 <= number < float("inf") for number in numbers):
-        raise argparse.ArgumentTypeError(f"expected numbers of 0 or more, got {text!r}")
-    return numbers
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    numbers = tuple(int(part) for part in text.split(","))
-    if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"expected numbers from 1 on, got {text!r}")
-    return numbers

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench.frontier_fault import FrontierError
+from bench.frontier_fault import FrontierError, FrontierUsageError
 from bench.frontier_pair import TRAINING, Pair
 from bench.frontier_sweeps import Sweep
 from trouterd.interpreter import environment, module_command
@@ -32,18 +32,18 @@ def given_heads(texts: Iterable[str], sweeps: Iterable[Sweep]) -> dict[str, Path
     """Sweep -> checkpoint, from NAME=FILE.
 
     Raises:
-        FrontierError: no such sweep or file.
+        FrontierUsageError: no such sweep or file.
     """
     names = [sweep.name for sweep in sweeps if sweep.head]
     files = {}
     for text in texts:
         name, equals, file = text.partition("=")
         if not equals or name not in names:
-            raise FrontierError(
+            raise FrontierUsageError(
                 f"--checkpoint {text}: expected NAME=FILE with NAME one of {', '.join(names) or 'none'}"
             )
         if not Path(file).exists():
-            raise FrontierError(f"--checkpoint {text}: no file {file}")
+            raise FrontierUsageError(f"--checkpoint {text}: no file {file}")
         files[name] = Path(file)
     return files
 

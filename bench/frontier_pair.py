@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from bench.frontier_fault import FrontierError
+from bench.frontier_fault import FrontierUsageError
 from bench.frontier_sweeps import Sweep
 from trouterd.config import Config, Route
 from trouterd.config_dump import dump
@@ -67,15 +67,15 @@ def configured_pair(path: Path, route: str) -> Pair:
     """The two models of a route of a configuration; the daemon listens on unix sockets of ours alone.
 
     Raises:
-        FrontierError: the configuration is at fault, or has no such route of two models.
+        FrontierUsageError: the configuration is at fault, or has no such route of two models.
     """
     try:
         config = load(path, os.environ)
     except ConfigError as error:
-        raise FrontierError("\n".join(error.problems)) from error
+        raise FrontierUsageError("\n".join(error.problems)) from error
     if route not in config.routes or len(config.routes[route].models) != 2:
         known = ", ".join(name for name, one in config.routes.items() if len(one.models) == 2) or "none"
-        raise FrontierError(f"--route {route}: {path} has no such route of two models; there are: {known}")
+        raise FrontierUsageError(f"--route {route}: {path} has no such route of two models; there are: {known}")
     small, large = config.routes[route].models
     routes = {name: one for name, one in config.routes.items() if one.models == [small, large]}
     kept = msgspec.structs.replace(

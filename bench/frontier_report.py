@@ -12,8 +12,18 @@ MARGIN = 0.02
 """Accuracy that a point may lack against the large model's and still count as good as it."""
 _HEAD = """\
 | {} | {} | right | tokens by large | hand-offs per 100 tokens | token/s | large forward passes per answer |
-|---|---|---|---|---|---|---|
+|---|---|---:|---:|---:|---:|---:|
 """
+
+
+def resolution(questions: int) -> str:
+    """How finely so many questions measure accuracy."""
+    lacking = int(MARGIN * questions + 1e-9)
+    answers = f"{lacking} answer{'' if lacking == 1 else 's'}" if lacking else "no answer"
+    return (
+        f"One answer is {100 / questions:.2g} points: within {MARGIN * 100:g} points of the large model is what lacks"
+        f" {answers} against it."
+    )
 
 
 def pareto(points: Sequence[Point], cost: Callable[[Point], float]) -> list[Point]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from bench.frontier_fault import FrontierError
+from bench.frontier_fault import FrontierUsageError
 
 Value = float | tuple[float, ...]
 """Of a parameter that is a number, or a list of numbers."""
@@ -128,11 +128,11 @@ def named(names: Sequence[str]) -> tuple[Sweep, ...]:
     """The sweeps of these names, all for none.
 
     Raises:
-        FrontierError: there is none of a name.
+        FrontierUsageError: there is none of a name.
     """
     known = {sweep.name: sweep for sweep in SWEEPS}
     if unknown := [name for name in names if name not in known]:
-        raise FrontierError(f"--only: no sweep is called {unknown[0]!r}; there are {', '.join(known)}")
+        raise FrontierUsageError(f"--only: no sweep is called {unknown[0]!r}; there are {', '.join(known)}")
     return tuple(known[name] for name in names) if names else SWEEPS
 
 
@@ -144,19 +144,19 @@ def of_route(text: str, algorithms: Mapping[str, str]) -> Sweep:
         algorithms: route -> its algorithm.
 
     Raises:
-        FrontierError: the text is none, or there is no such route.
+        FrontierUsageError: the text is none, or there is no such route.
     """
     route, colon, rest = text.rpartition(":")
     parameter, equals, listed = rest.partition("=")
     if not (route and colon and parameter and equals and listed):
-        raise FrontierError(f"--sweep {text}: expected ROUTE:PARAMETER=V,V,...")
+        raise FrontierUsageError(f"--sweep {text}: expected ROUTE:PARAMETER=V,V,...")
     if route not in algorithms:
         known = ", ".join(algorithms) or "none"
-        raise FrontierError(f"--sweep {text}: no route {route!r} over these two models; there are: {known}")
+        raise FrontierUsageError(f"--sweep {text}: no route {route!r} over these two models; there are: {known}")
     try:
         values = tuple(float(value) for value in listed.split(","))
     except ValueError as error:
-        raise FrontierError(f"--sweep {text}: {error}") from error
+        raise FrontierUsageError(f"--sweep {text}: {error}") from error
     return Sweep(name=route, algorithm=algorithms[route], parameter=parameter, values=values, route=route)
 
 

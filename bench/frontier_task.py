@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from bench.frontier_fault import FrontierError
+from bench.frontier_fault import FrontierUsageError
 from bench.frontier_judge import Rule, answer_problem
 from trouterd.demo.client import MAX_TOKENS as DEMO_TOKENS
 from trouterd.demo.problems import generate
@@ -61,21 +61,21 @@ def file_task(path: Path, count: int, judge: Rule, max_tokens: int) -> Task:
     """The first `count` questions of a file.
 
     Raises:
-        FrontierError: it cannot be read, holds no question, or a line cannot be used, with its number.
+        FrontierUsageError: it cannot be read, holds no question, or a line cannot be used, with its number.
     """
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise FrontierError(f"--dataset {path}: {error.strerror or error}") from error
+        raise FrontierUsageError(f"--dataset {path}: {error.strerror or error}") from error
     questions: list[Question] = []
     for number, line in enumerate(lines, 1):
         if line.strip() and len(questions) < count:
             try:
                 questions.append(_question(msgspec.json.decode(line, type=_Line), judge))
             except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
-                raise FrontierError(f"--dataset {path}: line {number}: {error}") from error
+                raise FrontierUsageError(f"--dataset {path}: line {number}: {error}") from error
     if not questions:
-        raise FrontierError(f"--dataset {path}: holds no question")
+        raise FrontierUsageError(f"--dataset {path}: holds no question")
     return Task(path.name, tuple(questions), judge, max_tokens)
 
 

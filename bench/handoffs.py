@@ -23,7 +23,6 @@ import gc
 import os
 import pstats
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -35,6 +34,7 @@ from typing import Any
 import torch
 import uvloop
 
+from bench.command_line import run_command
 from bench.host_steps import HostSteps, NoRows
 from ipc.eventfd import create_event
 from ipc.layout import RingSpec
@@ -235,11 +235,21 @@ def _cell(seconds: list[float], requests: int) -> str:
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="bench.handoffs", description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--requests", default="16,64")
-    parser.add_argument("--run", type=int, default=3)
-    parser.add_argument("--cycles", type=int, default=300)
-    parser.add_argument("--repeats", type=int, default=1, help="runs, of which each phase's least median counts")
+    parser = argparse.ArgumentParser(
+        prog="bench.handoffs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--requests", default="16,64", metavar="LIST", help="that are handed over together (%(default)s)"
+    )
+    parser.add_argument(
+        "--run", type=int, default=3, metavar="N", help="tokens that the entry writes between (%(default)s)"
+    )
+    parser.add_argument(
+        "--cycles", type=int, default=300, metavar="N", help="hand-overs of all of them that are measured (%(default)s)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="runs, of which each phase's least median counts (%(default)s)"
+    )
     parser.add_argument("--profile", action="store_true", help="under cProfile, by own time")
     options = parser.parse_args()
     for requests in map(int, options.requests.split(",")):
@@ -253,4 +263,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command("bench.handoffs", main)

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from bench.command_line import run_command
 from bench.ipc_worker import PAIRS
 
 BUSY = 0.5  # load average per core
@@ -177,8 +178,8 @@ def report(results: Results, facts: dict[str, str | float | int | bool], repeats
 
 def main() -> None:
     """Runs, prints, and writes --json."""
-    parser = argparse.ArgumentParser(prog="python -m bench.ipc", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--repeats", type=int, help="default 5, or 1 with --quick")
+    parser = argparse.ArgumentParser(prog="bench.ipc", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--repeats", type=int, metavar="N", help="runs, of which medians are shown (5; with --quick 1)")
     parser.add_argument("--quick", action="store_true", help="less than a minute: fewer messages, two sizes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write conditions, medians and single values")
     options = parser.parse_args()
@@ -196,4 +197,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command("bench.ipc", main)

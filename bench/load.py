@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 import uvloop
 
 from bench.answer import Answer, Log
+from bench.command_line import run_command
 from bench.dialect import stream
 from bench.endpoint import Address, Connection
 from bench.percentiles import Percentiles
@@ -85,13 +85,15 @@ async def load(socket: str, model: str, streams: int, tokens: int, rounds: int, 
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="bench.load", description=__doc__)
-    parser.add_argument("--socket", required=True)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--prompt", type=int, default=4, help="ids of each prompt")
+    parser = argparse.ArgumentParser(
+        prog="bench.load", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--socket", required=True, metavar="PATH", help="unix socket of the server")
+    parser.add_argument("--model", required=True, metavar="NAME", help="model or route to ask")
+    parser.add_argument("--streams", type=int, default=64, metavar="N", help="connections (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=512, metavar="N", help="of each answer (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="requests of each stream (%(default)s)")
+    parser.add_argument("--prompt", type=int, default=4, metavar="N", help="ids of each prompt (%(default)s)")
     options = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(
@@ -102,4 +104,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command("bench.load", main)

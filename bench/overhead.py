@@ -22,6 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from bench.command_line import run_command
 from bench.daemon import Served
 from bench.deployment import SCRIPT, Deployment, ModelSpec, RouteSpec, serving
 
@@ -120,12 +121,18 @@ def report(result: dict[str, Any]) -> str:
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="bench.overhead", description=__doc__)
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--share", type=float, default=0.1)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path)
+    parser = argparse.ArgumentParser(
+        prog="bench.overhead", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--streams", type=int, default=64, metavar="N", help="requests in flight (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=512, metavar="N", help="of each answer (%(default)s)")
+    parser.add_argument(
+        "--share", type=float, default=0.1, metavar="P", help="of the tokens, by the large model (%(default)s)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, metavar="N", help="runs, of which medians are shown (%(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of all runs here")
     options = parser.parse_args()
     result = benchmark(options.streams, options.tokens, options.share, options.repeats)
     print(report(result))
@@ -135,4 +142,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command("bench.overhead", main)

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from bench.command_line import run_command, whole_numbers
 from bench.daemon import Served
 from bench.deployment import Deployment, ModelSpec, RouteSpec, serving
 from bench.step_shapes import SHAPES
@@ -118,20 +119,47 @@ def table(cases: list[Case]) -> str:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="bench.serve", description=__doc__.split("\n", 1)[0] if __doc__ else "")
-    parser.add_argument("--small", default="Qwen3-0.6B", help=f"a model's directory, or one of {', '.join(SHAPES)}")
-    parser.add_argument("--large", help="also serve this one, and the route over both")
-    parser.add_argument("--algorithm", default="bernoulli")
-    parser.add_argument("--params", default="p = 0.35", help="the route's parameters as a TOML inline table's content")
-    parser.add_argument("--streams", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 64])
-    parser.add_argument("--models", type=lambda text: text.split(","), help="which to measure; default: all")
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--prompt", type=int, default=100)
-    parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--set", action="append", default=[], help="a line for every model's table, e.g. 'depth = 1'")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path)
+    parser = argparse.ArgumentParser(
+        prog="bench.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--small",
+        default="Qwen3-0.6B",
+        metavar="MODEL",
+        help=f"a directory, or one of {', '.join(SHAPES)} (%(default)s)",
+    )
+    parser.add_argument("--large", metavar="MODEL", help="also serve this one, and the route over both")
+    parser.add_argument("--algorithm", default="bernoulli", metavar="NAME", help="of the route (%(default)s)")
+    parser.add_argument(
+        "--params",
+        default="p = 0.35",
+        metavar="TOML",
+        help="the route's parameters, the content of an inline table (%(default)s)",
+    )
+    parser.add_argument(
+        "--streams",
+        type=whole_numbers,
+        default="1,8,64",
+        metavar="LIST",
+        help="values of N, the requests in flight (%(default)s)",
+    )
+    parser.add_argument(
+        "--models",
+        type=lambda text: text.split(","),
+        metavar="LIST",
+        help="which to measure, of small, large and routed (all)",
+    )
+    parser.add_argument("--tokens", type=int, default=512, metavar="N", help="of each answer (%(default)s)")
+    parser.add_argument("--prompt", type=int, default=100, metavar="N", help="tokens of each prompt (%(default)s)")
+    parser.add_argument(
+        "--context", type=int, default=4096, metavar="N", help="context_length of the models (%(default)s)"
+    )
+    parser.add_argument("--device", default="cuda:0", help="of the models (%(default)s)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="LINE", help="a line for every model's table, e.g. 'depth = 1'"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table here too")
     return parser.parse_args(arguments)
 
 
@@ -161,4 +189,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command("bench.serve", lambda: main(sys.argv[1:]))

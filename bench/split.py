@@ -15,51 +15,31 @@ import argparse
 import json
 import logging
 import os
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
+from bench.command_line import run_command, whole_numbers
+from bench.split_steps import PAGE, SLOTS, Times, capture, measure, profile
+from bench.step_shapes import write_shape
 from models.cuda.decoder import CudaDecoder
 from models.cuda.kernels.overlap import can_overlap
 from models.cuda.shard import FusedSums, Shard
 from models.parallel.leader import LeadingDecoder, SplitModel
 from models.parallel.link import Load
-from models.rows import Rows
 from trouterd import logs
 from trouterd.worker.rank import main as follow
 from trouterd.worker.rank_processes import RankProcesses
 
-SHAPE = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 5120,
-    "intermediate_size": 25600,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-}
-PAGE = 16
-SLOTS = 64
 WAYS = ("chosen", "no overlap", "nccl", "one-shot", "no sums", "no logits")
-REPLAYS = 40
 
 
 class Ways:
@@ -127,117 +107,6 @@ def load(order: Load, shard: Shard) -> Part:
     return part
 
 
-def rows_of(batch: int, context: int, device: torch.device) -> Rows:
-    """One new token of each of `batch` requests that have `context` tokens."""
-    pages, columns = -(-context // PAGE), SHAPE["max_position_embeddings"] // PAGE  # type: ignore[operator]
-    table = np.zeros((SLOTS, columns), np.int32)
-    table[:, :pages] = np.random.default_rng(0).permutation(SLOTS * pages).reshape(SLOTS, pages)
-
-    def put(values: Any) -> torch.Tensor:
-        return torch.from_numpy(np.asarray(values, np.int32)).to(device)
-
-    every = np.arange(batch)
-    return Rows(
-        tokens=put(every + 1000),
-        positions=put(np.full(batch, context - 1)),
-        slots=put(every),
-        leaders=put(every),
-        counts=put(np.ones(batch)),
-        page_table=put(table),
-        logit_rows=put(every),
-    )
-
-
-@dataclass(slots=True)
-class Captured:
-    """A step of one size."""
-
-    batch: int
-    rows: Rows
-    """What the graph reads."""
-    graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """Of a way and a batch, in milliseconds."""
-
-    step: float
-    """When the next step is queued behind it."""
-    launch: float
-    """Of the host in a replay with one step under way: median."""
-    longest: float
-    """The same at most."""
-    ahead: int
-    """Replays that were queued before one took half a step; all of them if none did."""
-
-
-def capture(leader: LeadingDecoder, batch: int, context: int) -> Captured:
-    """Capture on all ranks, after a plain step."""
-    rows = rows_of(batch, context, leader.device)
-    leader.forward(rows)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        output = leader.forward(rows)
-    return Captured(batch, rows, graph, output.logits)
-
-
-def replay(leader: LeadingDecoder, step: Captured) -> None:
-    """Queue a step on all ranks."""
-    leader.replaying(step.batch, step.batch)
-    step.graph.replay()
-
-
-def measure(leader: LeadingDecoder, step: Captured) -> Times:
-    """Time a step: all replays queued at once, then two in flight."""
-    for _ in range(3):
-        replay(leader, step)
-    torch.cuda.synchronize()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]  # type: ignore[no-untyped-call]
-    marks[0].record()
-    queued = [_queue(leader, step, mark) for mark in marks[1:]]
-    torch.cuda.synchronize()
-    median = statistics.median(a.elapsed_time(b) for a, b in zip(marks[:-1], marks[1:], strict=True))
-    ahead = next((number for number, took in enumerate(queued) if took > median / 2), REPLAYS)
-    launches = []
-    for number in range(REPLAYS):
-        # As a worker: look for the end of the step before the last one, then queue the next behind the last one.
-        while number > 1 and not marks[number - 2].query():  # type: ignore[no-untyped-call]
-            time.sleep(1e-4)
-        launches.append(_queue(leader, step, marks[number]))
-    torch.cuda.synchronize()
-    return Times(median, statistics.median(launches), max(launches), ahead)
-
-
-def _queue(leader: LeadingDecoder, step: Captured, mark: torch.cuda.Event) -> float:
-    """Milliseconds that the host takes to queue a step and a mark behind it."""
-    started = time.perf_counter()
-    replay(leader, step)
-    took = time.perf_counter() - started
-    mark.record()
-    return took * 1e3
-
-
-def profile(leader: LeadingDecoder, step: Captured) -> list[tuple[str, int, float]]:
-    """Kernel, calls and microseconds of one step on the first rank, longest first; waiting for other ranks counts."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as record
-
-    replays = 5
-    with record(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(replays):
-            replay(leader, step)
-        torch.cuda.synchronize()
-    lines = [
-        (event.key, event.count // replays, event.self_device_time_total / replays)
-        for event in profiler.key_averages()
-        if event.self_device_time_total
-    ]
-    return sorted(lines, key=lambda line: -line[2])
-
-
 def attempt(what: str, work: Callable[[], Any]) -> Any:
     """The result, or None and a line that says why not; after a fault of the device, which nothing can use any more, the end."""
     try:
@@ -273,7 +142,7 @@ def kernels(leader: LeadingDecoder, batch: int, context: int) -> None:
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All ways and batches."""
-    (folder / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": options.layers}))
+    write_shape("Qwen3-32B", folder, options.layers)
     devices = tuple(f"cuda:{rank}" for rank in range(options.ranks))
     model = SplitModel(str(folder), devices, load_format="dummy", page_size=PAGE)
     processes = RankProcesses(
@@ -315,10 +184,6 @@ def table(steps: dict[str, dict[int, float]], batches: Sequence[int]) -> None:
         print(f"share of sums, {way:7}" + "".join(f"{share:10.1%}" for share in shares))
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
-
-
 def _ways(text: str) -> list[str]:
     if unknown := set(text.split(",")) - set(WAYS):
         raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: known are {', '.join(WAYS)}")
@@ -327,14 +192,26 @@ def _ways(text: str) -> list[str]:
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(prog="bench.split", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=64)
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--batches", type=_numbers, default=[1, 8, 32])
-    parser.add_argument("--profile", type=_numbers, default=[8], help="batches whose kernels are listed")
-    parser.add_argument("--ways", type=_ways, default=list(WAYS), help=", ".join(WAYS))
-    parser.add_argument("--json", type=Path)
+    parser = argparse.ArgumentParser(
+        prog="bench.split", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="GPUs (%(default)s)")
+    parser.add_argument("--layers", type=int, default=64, metavar="N", help="of the model (%(default)s)")
+    parser.add_argument("--context", type=int, default=1024, metavar="TOKENS", help="of each row (%(default)s)")
+    parser.add_argument(
+        "--batches", type=whole_numbers, default="1,8,32", metavar="LIST", help="rows of a step (%(default)s)"
+    )
+    parser.add_argument(
+        "--profile",
+        type=whole_numbers,
+        default="8",
+        metavar="LIST",
+        help="batches whose kernels are listed (%(default)s)",
+    )
+    parser.add_argument(
+        "--ways", type=_ways, default=list(WAYS), metavar="LIST", help=f"how ranks sum ({','.join(WAYS)})"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     options = parser.parse_args()
     logs.setup("bench", "info", "text")
     logging.captureWarnings(False)
@@ -347,4 +224,4 @@ def main() -> None:
 if __name__ == "__main__":
     if "--link-fd" in sys.argv:
         follow(load=load)
-    main()
+    run_command("bench.split", main)

@@ -24,21 +24,22 @@ from typing import Any
 
 import torch
 
+from bench.command_line import run_command, usage_fault
 from bench.peer_folder import PeerError
+from bench.step_arguments import SECTIONS, parser
 from bench.step_floor import Ceilings, step_work
-from bench.step_heads import HEADS, Head, make_head
+from bench.step_heads import Head, make_head
 from bench.step_kernels import profile_steps
 from bench.step_model import Options, open_runner
 from bench.step_peer import PeerStep, run_peer
 from bench.step_report import markdown
 from bench.step_rig import Rig, Timing, TooLargeError
-from bench.step_shapes import SHAPES, write_shape
+from bench.step_shapes import write_shape
 from bench.surroundings import surroundings
 from models.config import ModelConfig, ModelError
 from models.resident import NO_ROUTE
 from models.weights import DTYPES
 
-SECTIONS = ("decode", "extend", "prefill", "generate", "profile")
 _PROFILE_STEPS = 20
 _MARGIN = 16
 """Tokens of context beside those that a case asks for."""
@@ -67,6 +68,7 @@ class Bench:
                 kv_tokens=options.kv_tokens or _most_tokens(options),
                 depth=options.depth,
                 megakernel=options.megakernel,
+                kernel_share=options.kernel_percent / 100,
             )
         )
         head = make_head(options.head, runner, device)
@@ -95,7 +97,8 @@ class Bench:
                 "ready_s": time.perf_counter() - started,
             },
             "options": {
-                name: getattr(options, name) for name in ("depth", "graphs", "megakernel", "head", "temperature")
+                name: getattr(options, name)
+                for name in ("depth", "graphs", "megakernel", "kernel_percent", "head", "temperature")
             },
             "ceilings": asdict(self._ceilings),
             "skipped": [],
@@ -194,13 +197,15 @@ class Bench:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
-    options = _parser().parse_args(argv)
+    options = parser(__doc__ or "").parse_args(argv)
     options.arguments = sys.argv[1:] if argv is None else list(argv)
     torch.set_num_threads(options.threads)
     try:
         with tempfile.TemporaryDirectory() as folder:
             _measure(options, options.model or write_shape(options.shape, Path(folder), options.layers))
-    except (ModelError, PeerError) as error:
+    except ModelError as error:
+        return usage_fault("bench.step", error)
+    except PeerError as error:
         print(f"bench.step: {error}", file=sys.stderr)
         return 1
     return 0
@@ -221,57 +226,6 @@ def _measure(options: argparse.Namespace, directory: Path) -> None:
     print("\n" + report)
     if options.markdown:
         _write(options.markdown, report)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.step", description=(__doc__ or "").partition("\n")[0])
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", type=Path, metavar="DIRECTORY", help="a checkpoint")
-    model.add_argument("--shape", choices=SHAPES, help="random weights of a published shape")
-    parser.add_argument("--layers", type=int, metavar="N", help="cut the shape to N layers, for a smoke test")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads")
-    parser.add_argument("--depth", type=int, default=2, metavar="N", help="steps in flight")
-    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--megakernel", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--head", choices=HEADS, default="none", help="routing algorithm on every row")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
-    parser.add_argument("--sections", type=_sections, default=SECTIONS, metavar="LIST", help=f"of {','.join(SECTIONS)}")
-    parser.add_argument("--steps", type=int, default=200, metavar="N", help="most timed steps of a case")
-    parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="time of a case, roughly")
-    parser.add_argument("--kv-tokens", type=int, default=0, metavar="N", help="KV pool; 0: what the cases need")
-    for flag, default in (
-        ("batches", "1,2,4,8,16,32,64,128,256"),
-        ("contexts", "128,2048,8192"),
-        ("extend-batches", "1,2,4,8,16,32,64"),
-        ("extend-tokens", "1,2,4,8,16"),
-        ("prefill", "128,512,2048,8192"),
-        ("generate-batches", "1,4,8,16,32,64"),
-    ):
-        parser.add_argument(f"--{flag}", type=_numbers, default=_numbers(default), metavar="LIST", help=default)
-    parser.add_argument("--extend-context", type=int, default=1024, metavar="N")
-    parser.add_argument("--prompt", type=int, default=100, metavar="N", help="of generate")
-    parser.add_argument("--output", type=int, default=256, metavar="N", help="of generate")
-    parser.add_argument("--profile-batch", type=int, default=8, metavar="N")
-    parser.add_argument("--vllm", type=Path, metavar="FOLDER", help="the peer's scripts, see bench/step_peer.py")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--markdown", type=Path, metavar="FILE")
-    return parser
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    numbers = tuple(int(part) for part in text.split(",") if part)
-    if not numbers or min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"expected positive numbers with commas between, got {text!r}")
-    return numbers
-
-
-def _sections(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in SECTIONS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(SECTIONS)}")
-    return names
 
 
 def _most(*lists: Iterable[int]) -> int:
@@ -308,4 +262,4 @@ def _write(path: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command("bench.step", main)

@@ -16,12 +16,11 @@ from algorithms.r2r_router import save
 from algorithms.registry import load, numeric_params, validate_params
 from models.batch import ModelRunner
 from models.resident import DeviceRoute, RoutedRows
+from trouterd.training.r2r import EXPANSION, TOP, sizes
 
 HEADS = ("none", "entropy", "r2r", "r2r-bfloat16", "citer", "collm")
 _NEVER = {"entropy": 1e9, "r2r": 2.0, "citer": 0.0, "collm": 1.0}
 """Thresholds that nothing reaches."""
-_WIDTH, _BLOCKS, _TOP, _EXPANSION = 1024, 6, 100, 4
-"""R2R's published router (arXiv 2505.21600): 55 million weights over a hidden size of 1,024."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ def make_head(name: str, runner: ModelRunner, device: torch.device) -> Head | No
 
 
 def write_head(algorithm: str, path: Path, inputs: HeadInputs) -> int:
-    """Write random weights of a trained head's published shape; returns how many it reads at a step.
+    """Write random weights in the shape that `trouterd train` gives a head; returns how many it reads at a step.
 
     Args:
         algorithm: "r2r", "citer" or "collm".
@@ -95,10 +94,15 @@ def write_head(algorithm: str, path: Path, inputs: HeadInputs) -> int:
 
 
 def _write_router(path: Path, inputs: HeadInputs) -> int:
-    """Random weights in the official format; how many the router reads (the three linear maps before its blocks are one)."""
-    hidden, embedding, width = inputs.hidden, inputs.embedding, _WIDTH
-    wide = width * _EXPANSION
-    top = min(_TOP, inputs.vocabulary)
+    """Random weights in the official format; how many the router reads (the three linear maps before its blocks are one).
+
+    The published router (arXiv 2505.21600) has 55 million of them over a hidden size of 1,024, which beside a small model would be
+    most of the step.
+    """
+    hidden, embedding = inputs.hidden, inputs.embedding
+    width, count = sizes(hidden)
+    wide = width * EXPANSION
+    top = min(TOP, inputs.vocabulary)
     parts: dict[str, nn.Module] = {
         "logits_projection": nn.Linear(top, hidden),
         "combined_projection": nn.Linear(2 * hidden + embedding, width),
@@ -106,7 +110,7 @@ def _write_router(path: Path, inputs: HeadInputs) -> int:
         "backbone.output_layer.0": nn.LayerNorm(width),
         "backbone.output_layer.1": nn.Linear(width, 1),
     }
-    for block in range(_BLOCKS):
+    for block in range(count):
         name = f"backbone.blocks.{block}"
         parts |= {
             f"{name}.layer_norm": nn.LayerNorm(width),
@@ -117,8 +121,8 @@ def _write_router(path: Path, inputs: HeadInputs) -> int:
     arguments = {
         "hidden_states_size": hidden,
         "logits_size": top,
-        "hidden_dims": [width] * _BLOCKS,
-        "expansion_factor": _EXPANSION,
+        "hidden_dims": [width] * count,
+        "expansion_factor": EXPANSION,
     }
     save(path, state, arguments, 0.5)
     blocks: int = sum(value.numel() for name, value in state.items() if ".blocks." in name or ".output_layer." in name)

@@ -3,7 +3,7 @@
     python -m bench.throughput --output DIR --target trouterd=unix:/run/trouterd.sock --control /run/trouterd.ctl
                                --url http://localhost:8000 --model NAME --gpus 2
                                --workload low,agent --streams 1,4,16 --seconds 20 --settle 5
-    python -m bench.throughput --experiment a ...     an experiment, which starts its own systems
+    python -m bench.throughput --experiment a ...     an experiment, with systems of its own; --experiment a --help says more
     python -m bench.throughput --report DIR           all results of experiments in a folder as one report
 
 N clients ask again as soon as they are answered; a window is what they see in --seconds, after each of them has had a token and
@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 import uvloop
 
+from bench.command_line import run_command, whole_number, whole_numbers
 from bench.endpoint import SILENCE
 from bench.frontier_fault import FrontierError
 from bench.frontier_plot import require_matplotlib
@@ -36,10 +37,11 @@ from bench.surroundings import surroundings
 from bench.target import Target
 from bench.throughput_plots import write_plots
 from bench.throughput_report import number, report
-from bench.throughput_systems import add_systems, targets
+from bench.throughput_systems import System, add_systems, targets
 from bench.window import NONCE, Window, measure
 from bench.workloads import NAMED, Workload, find
 
+_NAME = "bench.throughput"
 _EXPERIMENTS = ("--experiment", "--report")
 
 
@@ -55,12 +57,12 @@ def main(arguments: list[str]) -> int:
             require_matplotlib()
         options.output.mkdir(parents=True, exist_ok=True)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, ExitStack() as stack:
-            systems = [runner.run(targets(system, options.silence, stack)) for system in options.systems]
-            run = _Run(options, shlex.join(["python", "-m", "bench.throughput", *arguments]))
-            for workload, streams, target in run.plan([target for found in systems for target in found]):
+            run = _Run(options, shlex.join(["python", "-m", _NAME, *arguments]))
+            found = [target for system in options.systems for target in runner.run(run.targets(system, stack))]
+            for workload, streams, target in run.plan(found):
                 runner.run(run.window(target, workload, streams))
     except (FrontierError, RuntimeError, OSError) as error:
-        print(f"throughput: {error}", file=sys.stderr)
+        print(f"{_NAME}: {error}", file=sys.stderr)
         return 1
     run.write()
     return 1 if run.failures or not run.windows else 0
@@ -80,6 +82,17 @@ class _Run:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._origin = {"command": self.command, **surroundings(device)}
         self._progress = Progress(0)
+
+    async def targets(self, system: System, stack: ExitStack) -> list[Target]:
+        """What can be asked of a system; of what cannot be, the reason is kept."""
+        try:
+            found, absent = await targets(system, self.options.silence, stack)
+        except (RuntimeError, OSError) as error:
+            found, absent = [], [(system.name, str(error))]
+        for name, reason in absent:
+            print(f"{_NAME}: {name}: {reason}", file=sys.stderr)
+        self.failures += absent
+        return found
 
     def plan(self, asked: Sequence[Target]) -> list[tuple[Workload, int, Target]]:
         """Systems side by side, so that a machine that changes its pace does not favour one of them."""
@@ -141,13 +154,16 @@ class _Run:
         if not self.windows:
             return
         folder, origin = self.options.output, self._origin
+        # A server elsewhere may have GPUs all the same: --gpus says so.
+        has_gpu = torch.cuda.is_available() or any(system.gpus for system in self.options.systems)
+        device = "GPU" if has_gpu else "device"
         head = [
             f"# Throughput\n\n{self.options.seconds:g} s windows on {origin['hardware']}, commit {origin['commit']}."
         ]
         head += [f"`{self.command}`", *(f"{system} failed: {reason}" for system, reason in self.failures)]
-        pictures = [path.name for path in write_plots(self.windows, folder)] if self.options.plots else []
+        pictures = [path.name for path in write_plots(self.windows, folder, device)] if self.options.plots else []
         pictures = [f"![speed, latency and cost]({name})" for name in pictures if name.endswith(".png")]
-        text = report(self.windows, "\n\n".join([*head, *pictures]))
+        text = report(self.windows, "\n\n".join([*head, *pictures]), device)
         print(text)
         (folder / "throughput.md").write_text(text)
 
@@ -160,14 +176,16 @@ class _Run:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     shape = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="bench.throughput", description=__doc__, formatter_class=shape)
+    parser = argparse.ArgumentParser(prog=_NAME, description=__doc__, formatter_class=shape)
     add_systems(parser)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the result")
     names = ", ".join(NAMED)
     parser.add_argument(
         "--workload", type=_words, default=["low"], metavar="LIST", help=f"{names}, IN/OUT in tokens, or a file (low)"
     )
-    parser.add_argument("--streams", type=_counts, default=[1, 4, 16], metavar="LIST", help="values of N (1,4,16)")
+    parser.add_argument(
+        "--streams", type=whole_numbers, default=(1, 4, 16), metavar="LIST", help="values of N (1,4,16)"
+    )
     parser.add_argument("--seconds", type=_positive, default=20.0, metavar="S", help="of a window (20)")
     parser.add_argument("--settle", type=_positive, default=5.0, metavar="S", help="before it (5)")
     parser.add_argument(
@@ -175,7 +193,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what requests draw (0)")
     parser.add_argument(
-        "--repeats", type=_count, default=1, metavar="R", help="windows of each, with a seed of their own (1)"
+        "--repeats", type=whole_number, default=1, metavar="R", help="windows of each, with a seed of their own (1)"
     )
     parser.add_argument(
         "--silence",
@@ -199,18 +217,6 @@ def _words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
 
 
-def _counts(text: str) -> list[int]:
-    counts = [int(word) for word in _words(text)]
-    if not counts or min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"expected numbers from 1 on, got {text!r}")
-    return counts
-
-
-def _count(text: str) -> int:
-    (count,) = _counts(text)
-    return count
-
-
 def _positive(text: str) -> float:
     value = float(text)
     if not value > 0:
@@ -219,4 +225,4 @@ def _positive(text: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(_NAME, lambda: main(sys.argv[1:]))

@@ -21,12 +21,13 @@ _MARKERS = "osD^vPX<>hp*d"
 Value = Callable[[Window], float | None]
 
 
-def write_plots(windows: Sequence[Window], folder: Path) -> list[Path]:
+def write_plots(windows: Sequence[Window], folder: Path, device: str = "GPU") -> list[Path]:
     """A figure for each workload, as PNG and as SVG; needs matplotlib (the extra `bench`).
 
     Args:
         windows: what was measured.
         folder: that is there.
+        device: in whose seconds cost is told.
 
     Returns:
         The files.
@@ -38,7 +39,7 @@ def write_plots(windows: Sequence[Window], folder: Path) -> list[Path]:
         figure = Figure(figsize=_INCHES, layout="constrained")
         figure.suptitle(workload)
         axes = list(figure.subplots(2, 2).flat)
-        _panels(axes, [window for window in windows if window.workload == workload])
+        _panels(axes, [window for window in windows if window.workload == workload], device)
         for panel in axes:
             if panel.get_yscale() == "log":
                 plain_numbers(panel.yaxis)
@@ -49,7 +50,7 @@ def write_plots(windows: Sequence[Window], folder: Path) -> list[Path]:
     return files
 
 
-def _panels(axes: Sequence[Axes], windows: Sequence[Window]) -> None:
+def _panels(axes: Sequence[Axes], windows: Sequence[Window], device: str) -> None:
     speed, user, gap, cost = axes
     reference = large_only(windows)
     if reference:
@@ -65,7 +66,7 @@ def _panels(axes: Sequence[Axes], windows: Sequence[Window]) -> None:
     _draw(gap, windows, lambda window: window.gap_ms.p99 if window.gap_ms else None, dashed=True)
     gap.set(ylabel="gap between tokens, ms (dashed: 99th percentile)", yscale="log")
     _draw(cost, windows, lambda window: window.gpu_seconds_per_1000)
-    cost.set(ylabel="GPU-seconds per 1,000 tokens", yscale="log")
+    cost.set(ylabel=f"{device}-seconds per 1,000 tokens", yscale="log")
 
 
 def _draw(axes: Axes, windows: Sequence[Window], value: Value, *, dashed: bool = False) -> None:

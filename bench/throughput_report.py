@@ -24,18 +24,23 @@ seconds, idle time included. *Large steps*: forward passes of the large model. "
 """
 
 
-def report(windows: Sequence[Window], head: str) -> str:
+_TIMES = "Times are: mean; median, 95th and 99th percentile."
+_STAND_IN = "*Device-s*: no GPU is known of here, so that each model on none counts as a device of its own.\n"
+
+
+def report(windows: Sequence[Window], head: str, device: str = "GPU") -> str:
     """All tables, one section for each workload.
 
     Args:
         windows: what was measured.
         head: what to say first: of what, where, how.
+        device: in whose seconds cost is told: "GPU", or "device" where there is none.
     """
     parts = [head.rstrip(), ""]
     for workload in dict.fromkeys(window.workload for window in windows):
         own = [window for window in windows if window.workload == workload]
-        parts += [f"## {workload}", "", speed_table(own), inside_table(own)]
-    return "\n".join([*parts, _NOTES])
+        parts += [f"## {workload}", "", _TIMES, "", speed_table(own), inside_table(own, device)]
+    return "\n".join([*parts, _NOTES]) + ("" if device == "GPU" else _STAND_IN)
 
 
 def large_only(windows: Sequence[Window]) -> str:
@@ -75,7 +80,7 @@ def speed_table(windows: Sequence[Window]) -> str:
     return _table(rows)
 
 
-def inside_table(windows: Sequence[Window]) -> str:
+def inside_table(windows: Sequence[Window], device: str) -> str:
     """What it takes."""
     rows = []
     for window in windows:
@@ -98,7 +103,7 @@ def inside_table(windows: Sequence[Window]) -> str:
                 "waited, ms": _waited(window.wait_ms),
                 "cached, %": _each({name: 100 * part for name, part in window.cached.items()}, 0),
                 "of ideal": "-" if window.ideal is None else f"{window.tokens_per_second / window.ideal:.0%}",
-                "GPU-s per 1,000": number(window.gpu_seconds_per_1000),
+                f"{device}-s per 1,000": number(window.gpu_seconds_per_1000),
                 "large steps per 1,000": _maybe(window.large_forwards_per_1000, 0),
             }
         )

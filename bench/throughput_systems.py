@@ -84,8 +84,8 @@ class _Add(argparse.Action):
             setattr(system, self.dest, values)
 
 
-async def targets(system: System, silence: float, stack: ExitStack) -> list[Target]:
-    """What is measured of a system.
+async def targets(system: System, silence: float, stack: ExitStack) -> tuple[list[Target], list[tuple[str, str]]]:
+    """What is measured of a system, and what of it cannot be, with the reason.
 
     Args:
         system: the server.
@@ -93,7 +93,7 @@ async def targets(system: System, silence: float, stack: ExitStack) -> list[Targ
         stack: keeps a control connection open for the targets' counters.
 
     Raises:
-        EndpointError: it does not answer, or has no such model.
+        EndpointError: it does not answer.
         RuntimeError: its control socket does not answer.
     """
     connection = Connection(Address.of(system.url), silence)
@@ -102,14 +102,15 @@ async def targets(system: System, silence: float, stack: ExitStack) -> list[Targ
     finally:
         connection.close()
     routes = {str(card["id"]): tuple(card.get("route", {}).get("models", ())) for card in cards}
-    for name in system.models:
-        if routes and name not in routes:
-            raise EndpointError(system.url, f"serves no {name}; it has {', '.join(routes)}")
+    unknown = [name for name in system.models if routes and name not in routes]
+    absent = f"{system.url}: serves no such model; it has {', '.join(routes)}"
     large = {models[-1] for models in routes.values() if len(models) > 1}
     control = None
     if system.control is not None:
         control = _Control(stack.enter_context(closing(Link(Served(Path(), system.control)))))
-    return [_target(system, name, routes.get(name, ()), large, control) for name in system.models or routes]
+    asked = [name for name in system.models or routes if name not in unknown]
+    found = [_target(system, name, routes.get(name, ()), large, control) for name in asked]
+    return found, [(f"{system.name} {name}", absent) for name in unknown]
 
 
 class _Control:
@@ -120,8 +121,9 @@ class _Control:
         self._gpus = {model["name"]: model["gpus"] for model in link.call("models")["models"]}
 
     def gpus(self, models: Sequence[str]) -> int:
-        """That these models are on."""
-        return len({gpu for model in models for gpu in self._gpus.get(model, ())})
+        """That these models are on; one on no GPU stands for one with a GPU of its own."""
+        found = [self._gpus.get(model, ()) for model in models]
+        return len({gpu for gpus in found for gpu in gpus}) + sum(not gpus for gpus in found)
 
     def counters(self, models: Sequence[str]) -> Callable[[], Counters]:
         """Totals of these models."""

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from bench.command_line import run_command, whole_numbers
 from bench.mps import sharing
 from bench.peer_folder import PeerError, PeerScript, installed
 from bench.step_shapes import SHAPES
@@ -149,17 +150,27 @@ def _case(line: str) -> PeerCase | None:
         raise PeerError(f"--vllm: a line that cannot be read: {line.strip()!r}: {error!r}") from error
 
 
+def _shares(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
 def main(arguments: list[str]) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="bench.vllm_peer", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--small", default="Qwen3-0.6B", choices=SHAPES)
-    parser.add_argument("--large", default="Qwen3-32B", choices=SHAPES)
-    parser.add_argument("--streams", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4, 16])
-    parser.add_argument("--p", type=lambda text: [float(part) for part in text.split(",")], default=[0.35, 0.1])
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the peer's scripts")
+    parser.add_argument(
+        "--small", default="Qwen3-0.6B", choices=SHAPES, help="random weights of this shape (%(default)s)"
+    )
+    parser.add_argument("--large", default="Qwen3-32B", choices=SHAPES, help="the same (%(default)s)")
+    parser.add_argument(
+        "--streams", type=whole_numbers, default="1,4,16", metavar="LIST", help="requests in flight (%(default)s)"
+    )
+    parser.add_argument(
+        "--p", type=_shares, default="0.35,0.1", metavar="LIST", help="shares of hand-overs (%(default)s)"
+    )
+    parser.add_argument("--tokens", type=int, default=64, metavar="N", help="of each answer (%(default)s)")
+    parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="for everything (%(default)g)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     options = parser.parse_args(arguments)
     try:
         cases = run_std_serving(
@@ -172,7 +183,7 @@ def main(arguments: list[str]) -> int:
             limit=options.limit,
         )
     except PeerError as error:
-        print(f"vllm_peer: {error}", file=sys.stderr)
+        print(f"bench.vllm_peer: {error}", file=sys.stderr)
         return 1
     if options.json:
         origin = surroundings(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -183,4 +194,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command("bench.vllm_peer", lambda: main(sys.argv[1:]))

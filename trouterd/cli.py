@@ -8,23 +8,42 @@ import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trouterd import __version__, logs
 from trouterd.config import Config
+from trouterd.downloads import hints
 from trouterd.settings import DEFAULT_FILE, ConfigError, load
 from trouterd.training import command as training
-from trouterd.training.faults import TrainingError
+from trouterd.training.faults import TrainingError, TrainingUsageError
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
+EXIT_USAGE = 2
 EXIT_TEMPORARY = 75
 EXIT_CONFIG = 78
 EPILOG = """\
 Exit codes: 0 done (serve: drained), 1 failed or forced to stop, 2 wrong usage, 75 an address is in use by another
 process, 78 the configuration, a model or the prompts are at fault. 75 and 78 are EX_TEMPFAIL and EX_CONFIG of sysexits.h."""
+_SERVE = """\
+SIGTERM or SIGINT finishes running answers and ends it; SIGHUP reads the live keys of the configuration again."""
+_CHECK = """\
+Looks at the configuration, at models' directories and the headers of their weights, at tokenizers, algorithms and their
+checkpoints, and at GPUs; says of models that are served by slower code why. Prints "ok" if a daemon could start."""
+_CONFIG = """\
+Prints every key with its value, meaning, default and range: the file's, the environment's and those of --set. Without a file it
+prints the defaults."""
+_TRAIN = """\
+Both models answer PROMPTS, each place of the answers is labelled by whether the small model's token would do, and the head learns
+from these labels. Writes a checkpoint for the algorithm, and beside it a report with thresholds by share of the large model.
+Labels are kept, so that a run that is broken off can be taken up again."""
+_CALIBRATE = """\
+The pair answers PROMPTS at several thresholds of the route's algorithm, and the one that comes nearest to the share is printed."""
+_DEMO = """\
+Needs no configuration and no GPU. Prints some answers with what either model wrote of them, and a table of the small model, the
+route and the large model; takes a minute or two, and leaves nothing behind."""
 DEMO_CONFIG = """\
 [models.small]
 path = "builtin:small"
@@ -51,7 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = options.run(options)
         return code
     except ConfigError as error:
-        return _complain(error.problems, EXIT_CONFIG)
+        file = getattr(options, "config", None) or Path(DEFAULT_FILE)
+        return _complain([*error.problems, *hints(file, error.problems)], EXIT_CONFIG)
+    except TrainingUsageError as error:
+        return _complain([f"error: {error}"], EXIT_USAGE)
     except TrainingError as error:
         return _complain([str(error)], EXIT_CONFIG)
     except ForeignPackageError as error:
@@ -71,49 +93,52 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"trouterd {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    serve = commands.add_parser("serve", help="run the daemon in the foreground", epilog=EPILOG)
+    def add(name: str, text: str, more: str = "", epilog: str = "") -> argparse.ArgumentParser:
+        shape = argparse.RawDescriptionHelpFormatter
+        return commands.add_parser(
+            name, help=text, description=_sentence(text, more), epilog=epilog, formatter_class=shape
+        )
+
+    serve = add("serve", "run the daemon in the foreground", _SERVE, EPILOG)
     _add_configuration(serve)
     serve.add_argument("--socket", metavar="PATH", help="unix socket of the HTTP API ('' for none)")
     serve.add_argument("--listen", metavar="HOST:PORT", help="TCP address of the HTTP API")
     serve.add_argument("--control", metavar="PATH", help="control socket of trouterctl")
     serve.set_defaults(run=_serve)
 
-    check = commands.add_parser("check", help="look for mistakes in the configuration, without loading weights")
+    check = add("check", "look for mistakes in the configuration, without loading weights", _CHECK, EPILOG)
     _add_configuration(check)
     check.set_defaults(run=_check)
 
-    config = commands.add_parser("config", help="print the effective configuration, with every key documented")
+    config = add("config", "print the effective configuration, with every key documented", _CONFIG)
     _add_configuration(config)
     config.set_defaults(run=_config)
 
-    version = commands.add_parser("version", help="print the version")
+    version = add("version", "print the version")
     version.set_defaults(run=_version)
 
-    _add_training(commands)
+    _add_training(add)
 
-    demo = commands.add_parser("demo", help="start a daemon on the built-in pair of models and show what routing does")
+    demo = add("demo", "start a daemon on the built-in pair of models and show what routing does", _DEMO)
     demo.set_defaults(run=_demo)
     return parser
 
 
-def _add_training(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    shape = argparse.RawDescriptionHelpFormatter
-    train = commands.add_parser(
-        "train", help="train a router head for two models", epilog=training.EPILOG, formatter_class=shape
-    )
+def _add_training(add: Callable[..., argparse.ArgumentParser]) -> None:
+    train = add("train", "train a router head for two models", _TRAIN, training.EPILOG)
     _add_configuration(train)
     training.add_train(train)
     train.set_defaults(run=_train)
 
-    calibrate = commands.add_parser(
-        "calibrate",
-        help="find a route's threshold for a share of the large model",
-        epilog=training.EPILOG,
-        formatter_class=shape,
-    )
+    calibrate = add("calibrate", "find a route's threshold for a share of the large model", _CALIBRATE, training.EPILOG)
     _add_configuration(calibrate)
     training.add_calibrate(calibrate)
     calibrate.set_defaults(run=_calibrate)
+
+
+def _sentence(text: str, more: str) -> str:
+    first = f"{text[0].upper()}{text[1:]}."
+    return f"{first}\n\n{more}" if more else first
 
 
 def _add_configuration(parser: argparse.ArgumentParser) -> None:
@@ -185,7 +210,7 @@ def _check(options: argparse.Namespace) -> int:
     problems = deep_problems(config)
     sys.stdout.writelines(f"{remark}\n" for remark in remarks(config))
     if problems:
-        return _complain(problems, EXIT_CONFIG)
+        raise ConfigError(problems)
     sys.stdout.write(f"ok: {_count(len(config.models), 'model')}, {_count(len(config.routes), 'route')}\n")
     return EXIT_OK
 
@@ -217,8 +242,9 @@ def _demo(options: argparse.Namespace) -> int:
     del options
     from trouterd.daemon import Daemon, DaemonError
     from trouterd.demo.show import run_demo
+    from trouterd.termination import terminable
 
-    with tempfile.TemporaryDirectory(prefix="trouterd-demo-") as folder:
+    with terminable(), tempfile.TemporaryDirectory(prefix="trouterd-demo-") as folder:
         path, api = Path(folder) / DEFAULT_FILE, Path(folder) / "trouterd.sock"
         path.write_text(DEMO_CONFIG, encoding="utf-8")
         # Named as flags: variables of the environment may name the sockets of another daemon.

@@ -79,10 +79,11 @@ def _call(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    shared = argparse.ArgumentParser(add_help=False)
-    # SUPPRESS: the option may stand before or after the verb, and the later parser must not reset it.
+    # SUPPRESS: an option may stand before or after the verb, and the later parser must not reset it.
+    printing = argparse.ArgumentParser(add_help=False)
+    printing.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the answer as JSON")
+    shared = argparse.ArgumentParser(add_help=False, parents=[printing])
     shared.add_argument("--control", metavar="PATH", default=argparse.SUPPRESS, help="control socket of the daemon")
-    shared.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the answer as JSON")
     parser = argparse.ArgumentParser(
         prog="trouterctl",
         description="Look at and steer a running trouterd.",
@@ -108,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     drain = add("drain", "finish what runs, take nothing new, and exit; the same as SIGTERM")
     drain.add_argument("--wait", action="store_true", default=argparse.SUPPRESS, help="return when the daemon is gone")
     add("flush-cache", "forget all cached prefixes that no request uses")
-    add_actions(add("batching", "delayed batching: thresholds and what they are worth"), shared)
+    add_actions(add("batching", "delayed batching: thresholds and what they are worth"), shared, printing)
     add_top(add("top", "batch sizes, queues and rates of every model, live"))
     add_trace(add("trace", "record a timeline of every model's steps, and print where the time went"))
     return parser
@@ -311,8 +312,9 @@ def _batching_lines(answer: Mapping[str, Any]) -> Iterable[str]:
             f" at {group['active']:.1f} active requests"
         )
         for name, row in group["routing"].items():
-            moves = " ".join(f"{share:.3f}" for share in row)
-            yield f"  {name}: step {group['step_ms'][name]:.2f} ms, goes on to {moves}, contention {group['contention'][name]:.2f}"
+            moves = ", ".join(f"{to} {share:.3f}" for to, share in zip(group["models"], row, strict=True))
+            step, contention = group["step_ms"][name], group["contention"][name]
+            yield f"  {name}: step {step:.2f} ms; goes on to {moves}; contention {contention:.2f}"
         if group["routing"]:
             yield f"  hand-off {group['handoff_ms']:.2f} ms; waiting has reached {group['trust']:.0%} of what was promised"
 

@@ -15,5 +15,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterable[str]:
 
 
 def cell(value: Any) -> str:
-    """Of one value."""
-    return f"{value:z.3f}" if isinstance(value, float) else str(value)
+    """Of one value; numbers have no more digits than they are known to."""
+    if not isinstance(value, float):
+        return str(value)
+    size = abs(value)
+    return f"{value:z.{0 if size >= 100 else 1 if size >= 10 else 3}f}"

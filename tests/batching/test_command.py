@@ -267,7 +267,7 @@ def test_unusable_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], cont
     files = ["--step", str(path), "--step", str(path)]
     assert ctl.main(["batching", "plan", "--p", "0.3", *files, "--concurrency", "4"]) == ctl.EXIT_USAGE
     complaint = capsys.readouterr().err
-    assert complaint.startswith(f"trouterctl: {path}: ")
+    assert complaint.startswith(f"trouterctl batching plan: error: {path}: ")
     assert message in complaint
 
 
@@ -309,7 +309,8 @@ def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureF
         ([*PAPER, "--contention", "1,1,1"], "contention: 3 values for 2 models"),
         ([*PAPER, "--context", "128"], "--context belongs to --step"),
         ([*PAPER, "--latency-ms", "1e-6,1e9"], "step times: 1e-06 ms for one request and 1e+09 ms for 4 are more than"),
-        ([*PAPER, "--latency-ms", "1,2,3"], "routing: 3 models need 3 rows of 3"),
+        ([*PAPER, "--latency-ms", "1,2,3"], "--latency-ms: --p is between two models, entry first, and here are 3"),
+        ([*PAPER, "--latency-ms", "6"], "--latency-ms: --p is between two models, entry first, and here are 1"),
         ([*PAPER, "--gpus", "1,1,1"], "--gpus: 3 numbers for 2 models"),
         ([*OUTLOOK, "--concurrency", "4", "--gpus", "2"], "--gpus: with --placement it takes one number per model"),
         ([*THREE, "--placement", "shared"], "--placement shared: for three or more models no factors are known"),
@@ -317,7 +318,9 @@ def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureF
 )
 def test_options_that_do_not_fit(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ctl.main(arguments) == ctl.EXIT_USAGE
-    assert message in capsys.readouterr().err
+    complaint = capsys.readouterr().err
+    assert complaint.startswith("trouterctl batching plan: error: ")
+    assert message in complaint
 
 
 def test_plans_without_torch() -> None:

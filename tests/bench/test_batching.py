@@ -84,7 +84,7 @@ def test_neighbours_are_all_other_programs() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--requests", "4,0"], "--requests: numbers from 1 on"),
+        (["--requests", "4,0"], "--requests: expected a whole number from 1 on"),
         (["--steps", "0"], "--steps: a number from 1 on"),
         (["--daemon", "--seconds", "nan"], "times above 0"),
         (["--daemon", "--repeats", "0"], "--repeats: a number from 1 on"),

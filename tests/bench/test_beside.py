@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import beside
-from bench.beside import Pair, table
+from bench.beside_pair import Pair, table
 from tests.models.tiny import tiny_qwen3
 
 LOADS = """
@@ -34,7 +34,7 @@ def test_two_processes(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_model_that_cannot_be_opened(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert beside.main([f"--small={model}", f"--large={tmp_path}", *LOADS]) == 1
+    assert beside.main([f"--small={model}", f"--large={tmp_path}", *LOADS]) == 2
     assert "models.large.path: no config.json" in capsys.readouterr().err
     assert beside.main([f"--small={model}", f"--large={model}", *LOADS, "--large-steps=2x300", "--context=70000"]) == 1
     assert "bench.beside: the large model: " in capsys.readouterr().err

@@ -12,7 +12,6 @@ import torch
 from algorithms.base import Algorithm, Definition, RouteContext, StepResult
 from algorithms.confidence_head import ConfidenceHead
 from algorithms.registry import AlgorithmError, load, numeric_params, validate_params
-from bench import step_heads
 from bench.patterns import PATTERNS, R2R, Pattern
 from bench.step_heads import HeadInputs
 from trouterd.config import Config, Model, Route
@@ -41,13 +40,6 @@ class Side(Algorithm):
 
 ALGORITHM = Definition("counting", lambda _: Side)
 """
-
-
-@pytest.fixture(autouse=True)
-def small_router(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R2R's router of the published size takes a minute for so many rows on a CPU."""
-    monkeypatch.setattr(step_heads, "_WIDTH", 16)
-    monkeypatch.setattr(step_heads, "_BLOCKS", 1)
 
 
 def sides(pattern: Pattern, folder: Path) -> list[WorkerRoute]:

@@ -205,11 +205,11 @@ def test_every_experiment_has_its_table_and_plot(tmp_path: Path) -> None:
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert experiments.main(["--report", str(tmp_path)]) == 1
+    assert experiments.main(["--report", str(tmp_path)]) == 2
     assert f"{tmp_path}: holds no result" in capsys.readouterr().err
     saved(tmp_path, *others())
     assert experiments.main(["--report", str(tmp_path)]) == 0
     assert "## Ablation" in capsys.readouterr().out
     (tmp_path / "bad.json").write_text('{"head": {"experiment": "a"}, "records": [{"case": {}}]}')
-    assert experiments.main(["--report", str(tmp_path)]) == 1
+    assert experiments.main(["--report", str(tmp_path)]) == 2
     assert "bad.json: not a result of an experiment" in capsys.readouterr().err

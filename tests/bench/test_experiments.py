@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from bench.throughput import main
 from trouterd.demo import SMALL_DIRECTORY
 
 SCRIPTS = ["--small", "script:2", "--large", "script:8"]
+BUILTIN = ["--small", "builtin:small", "--large", "builtin:large"]
 QUICK = ["--seconds", "0.5", "--settle", "0.2", "--learn", "0.5", "--workloads", "20/2000"]
 
 
@@ -43,8 +45,8 @@ def test_algorithms_on_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (result,) = read_results(tmp_path)
     assert result.complete
     assert result.head["heads"] is False
-    assert result.head["command"] == " ".join(
-        ["python -m bench.throughput", *arguments, "--only", only, "--output", str(tmp_path)]
+    assert result.head["command"] == shlex.join(
+        ["python", "-m", "bench.throughput", *arguments, "--only", only, "--output", str(tmp_path)]
     )
     often, rarely = (found[f"trouterd/20/2000/r2r-{share}/planned/2"]["tokens_per_model"] for share in ("35", "10"))
     assert often["large"] / often["small"] > 1.5 * rarely["large"] / rarely["small"] > 0
@@ -208,13 +210,46 @@ def test_every_experiment_can_be_listed(capsys: pytest.CaptureFixture[str]) -> N
         (["--experiment", "a", *SCRIPTS, "--contention", "1,2,3"], "--contention: 3 given for 2 models"),
         (["--experiment", "a", *SCRIPTS, "--set", "small.dept=1"], "unknown key 'dept'; did you mean 'depth'?"),
         (["--experiment", "a", *SCRIPTS, "--model-set", "sm_percent=9"], "sm_percent: limits a model on a GPU"),
-        (["--experiment", "a", *SCRIPTS, "--repeats", "0", "--list"], "--repeats 0: expected a number from 1 on"),
+        (["--experiment", "a", *SCRIPTS, "--repeats", "0", "--list"], "--repeats: expected a whole number from 1 on"),
         (["--experiment", "h"], "--output names the folder"),
+        (["--experiment", "h", "--list", "--sweeps", "entropi"], "--sweeps: no sweep is called 'entropi'"),
+        (["--experiment", "h", "--list", "--streams", "1,2"], "--streams: experiment h takes one number"),
+        (["--experiment", "h", "--list", "--budget", "9"], "--budget does not go with experiment h"),
+        (["--experiment", "h", "--list", *SCRIPTS], "--small does not go with experiment h"),
+        (["--experiment", "a", *SCRIPTS, "--list", "--points", "3"], "--points is for experiment h alone"),
+        (["--experiment", "a", *BUILTIN, "--list"], "low (2,148 tokens), agent (9,216 tokens)"),
+        (["--experiment", "c", *BUILTIN, "--list"], "name others, such as --workloads 100/256"),
+        (
+            ["--experiment", "c", *SCRIPTS, "--list", "--workloads", "20/9,high", "--context", "4096"],
+            "--workloads 20/9",
+        ),
+        (
+            ["--experiment", "a", "--small", "nosuch", "--large", "script:8", "--list"],
+            "--small nosuch: no such directory",
+        ),
+        (["--experiment", "a", "--small", "script:2", "--large", "script:x", "--list"], "--large script:x: expected"),
+        (["--report", "nosuch"], "--report: nosuch: holds no result"),
     ],
 )
 def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert experiments.main(arguments) == 1
-    assert message in capsys.readouterr().err
+    """All have one exit code and one prefix."""
+    try:
+        code = experiments.main(arguments)
+    except SystemExit as left:
+        code = left.code
+    assert code == 2
+    complaint = capsys.readouterr().err.splitlines()[-1]
+    assert complaint.startswith("bench.throughput: error: ")
+    assert message in complaint
+
+
+def test_the_frontier_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--experiment", "h", "--sweeps", "r2r,bernoulli", "--points", "3", "--problems", "9", "--list"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "  r2r   threshold, up to 3 points   after training a head",
+        "  bernoulli   p, up to 3 points",
+        "8 points, the two models alone among them, of 9 questions at N = 16",
+    ]
 
 
 def test_setups() -> None:
@@ -240,3 +275,35 @@ def test_setups() -> None:
     assert (inputs.hidden, inputs.vocabulary) == (1024, 151_936)
     assert head_inputs("builtin:small") == head_inputs(str(SMALL_DIRECTORY))
     assert head_inputs("script:6") is None
+
+
+def test_a_command_can_be_pasted_and_a_run_without_a_window_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A budget for nothing: no daemon starts, one line tells it, and a report of it says nothing of routing."""
+    arguments = [
+        "--experiment",
+        "a",
+        "--small",
+        "script:6",
+        "--large",
+        "script:28",
+        "--only",
+        "*/low/*",
+        "--budget",
+        "0",
+    ]
+    arguments += ["--note", "two words; one's", "--output", str(tmp_path)]
+    assert main(arguments) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    (result,) = read_results(tmp_path)
+    count = len(result.dropped)
+    assert count > 20
+    assert line == f"[{count}/{count}] no time left: {count} dropped: everything"
+    assert shlex.split(result.head["command"]) == ["python", "-m", "bench.throughput", *arguments]
+    assert main(["--report", str(tmp_path)]) == 0
+    text = (tmp_path / "report.md").read_text()
+    assert text.startswith("# Throughput of token routing")
+    assert "drawn at" not in text
+    assert f"\n  ```sh\n  {result.head['command']}\n  ```\n" in text
+    assert f"{count} dropped: everything." in text

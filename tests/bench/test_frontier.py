@@ -24,7 +24,7 @@ from bench.frontier_heads import Training, given_heads, refined, trained_heads
 from bench.frontier_judge import RULES, Rule, is_right
 from bench.frontier_pair import demo_pair
 from bench.frontier_point import Point
-from bench.frontier_report import LARGE, SMALL, good_enough, pareto, points_table
+from bench.frontier_report import LARGE, SMALL, good_enough, pareto, points_table, resolution
 from bench.frontier_sweeps import SWEEPS, Sweep, named, of_route
 from bench.frontier_task import demo_task, file_task
 from tests.models.tiny import EOS, byte_tokenizer
@@ -106,6 +106,10 @@ def test_a_daemon_of_its_own(config: Path, dataset: Path, tmp_path: Path, capsys
     assert "no --train-prompts and no --checkpoint, so without citer" in said
     assert printed == (tmp_path / "frontier.md").read_text() + "\n"
     assert "| every_n | n = 5 | 100.0% | 17.6% |" in printed
+    assert (
+        f", commit {json.loads((tmp_path / 'frontier.json').read_text())['commit']}: `python -m bench.frontier "
+        in printed
+    )
     content = json.loads((tmp_path / "frontier.json").read_text())
     assert content["command"] == " ".join(["python -m bench.frontier", *arguments])
     assert content["task"] == {"name": "questions.jsonl", "questions": QUESTIONS, "judge": "exact", "max_tokens": 512}
@@ -148,8 +152,9 @@ def test_what_a_daemon_refuses(
     daemon: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     given = ["--output", str(tmp_path), "--problems", "1", "--socket", str(daemon.socket), *arguments]
-    assert frontier.main(given) == 1
-    assert f"frontier: {message}" in capsys.readouterr().err
+    code, prefix = (1, "bench.frontier: ") if "HTTP" in message else (2, "bench.frontier: error: ")
+    assert frontier.main(given) == code
+    assert f"{prefix}{message}" in capsys.readouterr().err
 
 
 def test_no_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,13 +165,13 @@ def test_no_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_configuration_at_fault(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--output", str(tmp_path), "--config", str(config), "--route", "small"]
-    assert frontier.main(given) == 1
+    assert frontier.main(given) == 2
     assert "--route small" in (said := capsys.readouterr().err)
     assert "there are: visits, chance, ask" in said
-    assert frontier.main([*given[:2], "--config", str(tmp_path / "no.toml"), "--route", "x"]) == 1
+    assert frontier.main([*given[:2], "--config", str(tmp_path / "no.toml"), "--route", "x"]) == 2
     assert "no.toml" in capsys.readouterr().err
     given[-1] = "visits"
-    assert frontier.main([*given, "--only", "every_n", "--sweep", "ask:threshold=1", "--sweep", "ask:threshold=1"]) == 1
+    assert frontier.main([*given, "--only", "every_n", "--sweep", "ask:threshold=1", "--sweep", "ask:threshold=1"]) == 2
     assert "--sweep: ask is swept already" in capsys.readouterr().err
 
 
@@ -175,7 +180,7 @@ def test_without_matplotlib(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert frontier.main(["--output", str(tmp_path / "out")]) == 1
-    assert "frontier: the plot needs matplotlib: pip install 'trouterd[bench]'" in capsys.readouterr().err
+    assert "bench.frontier: the plot needs matplotlib: pip install 'trouterd[bench]'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -347,6 +352,18 @@ def test_the_pareto_line(points: list[Point]) -> None:
     assert all(a.large_share < b.large_share and a.accuracy < b.accuracy for a, b in zip(line, line[1:], strict=False))
     assert all(any(b.accuracy >= p.accuracy and b.large_share <= p.large_share for b in line) for p in points)
     assert all(one in points for one in line)
+
+
+@pytest.mark.parametrize(
+    ("questions", "said"),
+    [
+        (60, "One answer is 1.7 points: within 2 points of the large model is what lacks 1 answer against it."),
+        (200, "One answer is 0.5 points: within 2 points of the large model is what lacks 4 answers against it."),
+        (8, "One answer is 12 points: within 2 points of the large model is what lacks no answer against it."),
+    ],
+)
+def test_so_many_questions_tell_no_finer(questions: int, said: str) -> None:
+    assert resolution(questions) == said
 
 
 def test_the_cheapest_point_that_is_good_enough() -> None:

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from algorithms.r2r_router import RouterFile
 from bench import step
+from bench.experiment_setup import head_inputs
 from bench.peer_folder import PeerError
 from bench.step_floor import Ceilings, step_work
-from bench.step_heads import make_head
+from bench.step_heads import make_head, write_head
 from bench.step_kernels import Interval, summarise
 from bench.step_model import open_runner
 from bench.step_peer import run_peer
@@ -55,7 +57,14 @@ def test_all_sections(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
             assert 0 < case["device_ms"] <= case["launch_us"] / 1e3 * 2
             assert case["floor_ms"] > 0
             assert case["worst_ms"] >= case["wall_ms"] > 0
-    assert result["options"] == {"depth": 2, "graphs": True, "megakernel": True, "head": head, "temperature": 0.0}
+    assert result["options"] == {
+        "depth": 2,
+        "graphs": True,
+        "megakernel": True,
+        "kernel_percent": 100,
+        "head": head,
+        "temperature": 0.0,
+    }
     assert result["command"].startswith(f"python -m bench.step --model={model} --device=cpu")
     report = (tmp_path / "r.md").read_text()
     assert report in capsys.readouterr().out
@@ -72,12 +81,12 @@ def test_cases_that_do_not_fit_are_named(model: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_measured_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert step.main(["--shape=Qwen3-0.6B", *SMALL]) == 1
-    assert step.main([f"--model={tmp_path}", *SMALL]) == 1
+    assert step.main(["--shape=Qwen3-0.6B", *SMALL]) == 2
+    assert step.main([f"--model={tmp_path}", *SMALL]) == 2
     first, second = capsys.readouterr().err.splitlines()
-    assert first == "bench.step: random weights are made on a CUDA device only; name a checkpoint with --model"
-    assert second.startswith(f"bench.step: {tmp_path / 'config.json'}: ")
-    for wrong in ("--batches=0", "--batches=", "--sections=decode,nap"):
+    assert first == "bench.step: error: random weights are made on a CUDA device only; name a checkpoint with --model"
+    assert second.startswith(f"bench.step: error: {tmp_path / 'config.json'}: ")
+    for wrong in ("--batches=0", "--batches=", "--sections=decode,nap", "--kernel-percent=0"):
         with pytest.raises(SystemExit):
             step.main([f"--model={tmp_path}", wrong])
 
@@ -186,6 +195,14 @@ def test_heads_keep_their_rows(model: Path, name: str) -> None:
     assert head is not None
     assert runner.set_routes([head.route]) == (True,)
     rig(runner, route=0, params=head.params).decode(2, 40)
+
+
+def test_router_of_a_small_model_is_the_one_that_training_gives_it(tmp_path: Path) -> None:
+    """The published one beside the demo's small model of 128 values would take ten times as long as the model."""
+    inputs = head_inputs("builtin:small")
+    assert inputs is not None
+    write_head("r2r", tmp_path / "head", inputs)
+    assert RouterFile.load(tmp_path / "head", "checkpoint").widths == (128, 128)
 
 
 def test_router_of_the_published_size(model: Path) -> None:

@@ -166,9 +166,9 @@ def test_a_system_that_fails_leaves_the_others(
         (["--target", "http://x"], "expected NAME=URL"),
         (["--url", "ftp://x"], "ftp://x: expected http"),
         (["--url", "unix:x", "--workload", "lwo"], "neither low, high, agent"),
-        (["--url", "unix:x", "--streams", "0"], "expected numbers from 1 on"),
+        (["--url", "unix:x", "--streams", "0"], "expected a whole number from 1 on"),
         (["--url", "unix:x", "--seconds", "-1"], "above 0"),
-        (["--url", "unix:x", "--repeats", "0"], "expected numbers from 1 on"),
+        (["--url", "unix:x", "--repeats", "0"], "expected a whole number from 1 on"),
     ],
 )
 def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,13 +178,28 @@ def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureF
 
 
 def test_servers_that_cannot_be_asked(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    common = ["--no-plots", "--output", str(tmp_path)]
-    assert main(["--url", f"unix:{tmp_path}/none", *common]) == 1
-    assert f"throughput: unix:{tmp_path}/none: cannot connect" in capsys.readouterr().err
-    assert main(["--url", f"unix:{served.socket}", "--model", "huge", *common]) == 1
-    assert "serves no huge; it has " in capsys.readouterr().err
-    assert main(["--url", f"unix:{served.socket}", "--control", str(tmp_path / "none"), *common]) == 1
-    assert f"throughput: no daemon answers at {tmp_path}/none" in capsys.readouterr().err
+    """Each is named, and what can be asked is measured."""
+    none = f"unix:{tmp_path}/none"
+    arguments = ["--target", f"gone={none}", "--target", f"deaf=unix:{served.socket}", "--control", f"{tmp_path}/none"]
+    arguments += ["--target", f"t=unix:{served.socket}", "--model", "huge", "--model", "small"]
+    assert main([*arguments, "--streams", "1", *WINDOW, "--no-plots", "--output", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert f"bench.throughput: gone: {none}: cannot connect" in said
+    assert f"bench.throughput: deaf: no daemon answers at {tmp_path}/none" in said
+    assert f"bench.throughput: t huge: unix:{served.socket}: serves no such model; it has demo, " in said
+    content = json.loads((tmp_path / "throughput.json").read_text())
+    assert [window["system"] for window in content["windows"]] == ["t small"]
+    assert [system for system, _ in content["failures"]] == ["gone", "deaf", "t huge"]
+    report = (tmp_path / "throughput.md").read_text()
+    assert f"gone failed: {none}: cannot connect" in report
+
+
+def test_when_nothing_can_be_asked(tmp_path: Path) -> None:
+    none = f"unix:{tmp_path}/none"
+    assert main(["--url", none, "--no-plots", "--output", str(tmp_path / "out")]) == 1
+    content = json.loads((tmp_path / "out" / "throughput.json").read_text())
+    assert content["windows"] == []
+    assert [system for system, _ in content["failures"]] == [f"{tmp_path}/none"]
 
 
 @pytest.mark.parametrize("first", ["--experiment", "--report=DIR"])
@@ -246,6 +261,10 @@ def test_report() -> None:
         in text
     )
     assert "| other | 8 | 50 | - | 6.25 |" in text
+    assert "GPU-s per 1,000" in text
+    elsewhere = report(windows, "# Head", "device")
+    assert "device-s per 1,000" in elsewhere
+    assert "GPU-s per 1,000" not in elsewhere
 
 
 def test_repeats_are_one_window_with_a_spread() -> None:

@@ -71,6 +71,14 @@ def test_version_and_usage(tmp_path: Path) -> None:
     assert "--set: expected KEY=VALUE, got 'server.socket'" in done.stderr
 
 
+def test_examples_say_how_to_get_what_they_lack(capsys: pytest.CaptureFixture[str]) -> None:
+    example = Path(__file__).parents[2] / "examples" / "r2r.toml"
+    assert cli.main(["check", "-c", str(example)]) == cli.EXIT_CONFIG
+    complaint = capsys.readouterr().err
+    assert "models.small.path: no model directory" in complaint
+    assert "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B; " in complaint.splitlines()[-1]
+
+
 def test_check_counts_what_it_looked_at(tmp_path: Path) -> None:
     (tmp_path / "trouterd.toml").write_text(cli.DEMO_CONFIG)
     assert trouterd("check", cwd=tmp_path).stdout == "ok: 2 models, 1 route\n"

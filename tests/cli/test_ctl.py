@@ -66,7 +66,8 @@ def test_set_prints_old_and_new(fake: FakeDaemon, capsys: pytest.CaptureFixture[
 
 
 def test_status_has_one_fact_a_line(fake: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
-    worker = {"model": "small", "tokens": 7, "loop_lag_seconds": -0.00034091099951183423, "handoff_us": {"p50": 2.0}}
+    times = {"p50": 20.0, "p99": 270.944}
+    worker = {"model": "small", "tokens": 7, "loop_lag_seconds": -0.00034091099951183423, "handoff_us": times}
     facts = {"version": "1", "state": "ready", "uptime_seconds": 1.0, "addresses": [], "processes": [], "rings": []}
     fake(Reply(id=1, result=facts | {"api": {"tokens_by_model": {}}, "workers": {"small": worker}}))
     assert ctl.main(["status"]) == ctl.EXIT_OK
@@ -78,7 +79,7 @@ def test_status_has_one_fact_a_line(fake: FakeDaemon, capsys: pytest.CaptureFixt
         ["small:"],
         ["tokens", "7"],
         ["loop_lag_seconds", "0.000"],
-        ["handoff_us", "p50", "2.000"],
+        ["handoff_us", "p50", "20.0,", "p99", "271"],
     ]
 
 
@@ -190,7 +191,21 @@ def test_batching_show(fake: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> 
         [],
         ["small", ">", "large:", "settled"],
         ["token/s:", "measured", "150.0,", "predicted", "160.0,", "ideal", "200.0", "at", "4.0", "active", "requests"],
-        ["small:", "step", "6.00", "ms,", "goes", "on", "to", "0.650", "0.350,", "contention", "0.00"],
+        [
+            "small:",
+            "step",
+            "6.00",
+            "ms;",
+            "goes",
+            "on",
+            "to",
+            "small",
+            "0.650,",
+            "large",
+            "0.350;",
+            "contention",
+            "0.00",
+        ],
         ["hand-off", "0.25", "ms;", "waiting", "has", "reached", "97%", "of", "what", "was", "promised"],
     ]
 

@@ -185,6 +185,9 @@ def main(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
 PAIR = ("--small", "builtin:small", "--large", "builtin:large")
 
 
+USAGE = ("name the pair: --route NAME, or --small", "exclude each other")
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -215,7 +218,8 @@ def test_mistakes_of_the_command_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.toml").write_text(cli.DEMO_CONFIG + '\n[routes.three]\nmodels = ["small"]\n')
     code, complaint = main(capsys, *arguments)
-    assert code == 78
+    assert code == (2 if complaint.startswith("trouterd: error: ") else 78)
+    assert ("error: " in complaint) is (problem in USAGE)
     assert problem in complaint
     assert not (tmp_path / "h.work").exists()
 

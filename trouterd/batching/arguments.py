@@ -23,13 +23,16 @@ Predicts the throughput of delayed-batching thresholds and finds the best ones. 
 """
 
 
-def add_actions(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) -> None:
+def add_actions(
+    parser: argparse.ArgumentParser, shared: argparse.ArgumentParser, printing: argparse.ArgumentParser
+) -> None:
     """The actions of the verb. `options.local` is what one does that asks no daemon, given the parsed options; `options.changes`
     are the keys that another one sets, and their values.
 
     Args:
         parser: of the verb.
-        shared: options that every action takes.
+        shared: options of every action that asks the daemon.
+        printing: options of one that asks no daemon.
     """
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     plan = actions.add_parser(
@@ -37,7 +40,7 @@ def add_actions(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser
         help="predict throughput and find the best thresholds, without a daemon",
         description=_PLAN,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[shared],
+        parents=[printing],
     )
     _add_plan(plan)
     _add_changes(actions, shared)
@@ -49,7 +52,7 @@ def _add_changes(actions: argparse._SubParsersAction[argparse.ArgumentParser], s
 
     add("show", "thresholds in force, launches, and what the controller knows")
     pin = add("set", "give a model a list of thresholds, and go by such lists from now on")
-    pin.add_argument("model", metavar="MODEL")
+    pin.add_argument("model", metavar="MODEL", help="its name in the configuration")
     pin.add_argument(
         "list",
         type=_list_of(_count),
@@ -65,7 +68,7 @@ def _add_changes(actions: argparse._SubParsersAction[argparse.ArgumentParser], s
     add("auto", "let the controller choose").set_defaults(changes=lambda _: [("batching.mode", "auto")])
     add("eager", "launch whatever is ready").set_defaults(changes=lambda _: [("batching.mode", "eager")])
     linger = add("linger", "how long a ready request of a model waits for others at most")
-    linger.add_argument("model", metavar="MODEL")
+    linger.add_argument("model", metavar="MODEL", help="its name in the configuration")
     linger.add_argument("ms", type=float, metavar="MS", help="milliseconds; 0: as measured")
     linger.set_defaults(changes=lambda options: [(f"models.{options.model}.linger_ms", options.ms)])
 

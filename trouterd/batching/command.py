@@ -35,7 +35,7 @@ def run_plan(options: argparse.Namespace) -> int:
             for name in options.placement or ("",)
         ]
     except NetworkError as error:
-        sys.stderr.write(f"trouterctl: {error}\n")
+        sys.stderr.write(f"trouterctl batching plan: error: {error}\n")
         return EXIT_USAGE
     report: Outlook | _Report
     if options.placement or options.price is not None or len(options.concurrency) > 1:
@@ -83,6 +83,11 @@ def build_network(options: argparse.Namespace) -> Network:
     else:
         times = [RowTime.affine(*(number / 1e3 for number in numbers)) for numbers in options.latency_ms]
     count = len(times)
+    if options.p is not None and count != 2:
+        flag = "--step" if options.step else "--latency-ms"
+        raise NetworkError(
+            f"{flag}: --p is between two models, entry first, and here are {count}; see --matrix for more"
+        )
     if options.p is not None:
         back = 1.0 if options.q is None else options.q
         routing = ((1 - options.p, options.p), (back, 1 - back))

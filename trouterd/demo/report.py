@@ -176,12 +176,22 @@ def report_table(report: Report) -> Table:
 def main() -> None:
     """Measure the pair in two directories and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--small", type=Path, default=SMALL_DIRECTORY)
-    parser.add_argument("--large", type=Path, default=LARGE_DIRECTORY)
-    parser.add_argument("--problems", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=REPORT_SEED)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument(
+        "--small", type=Path, default=SMALL_DIRECTORY, metavar="DIR", help="the small model (default: the built-in one)"
+    )
+    parser.add_argument(
+        "--large", type=Path, default=LARGE_DIRECTORY, metavar="DIR", help="the large model (default: the built-in one)"
+    )
+    parser.add_argument(
+        "--problems", type=int, default=200, metavar="N", help="held-out problems (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=REPORT_SEED, metavar="N", help="of the problems (default: %(default)s)"
+    )
+    parser.add_argument("--device", default="cpu", help="of both models (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and KV (default: %(default)s)"
+    )
     options = parser.parse_args()
     dtype: torch.dtype = getattr(torch, options.dtype)
     small = load_model(options.small, options.device, dtype)

@@ -26,6 +26,12 @@ from trouterd.demo.problems import Problem, final_answer, generate
 ROUTE, SMALL, LARGE = "demo", "small", "large"
 SHOW_SEED = 1
 """Generator seed of the held-out problems shown; other seeds give others."""
+_ABOUT_SPEED = (
+    "Tokens/s: steps of models this small differ by a factor of 2.5 only, and with routing three processes share the cores instead"
+    " of two, so that on a busy machine it can be slower than the large model. It pays where the large model's steps are many times"
+    " as long as the small one's, as with billions of weights on a GPU (README.md: What it buys)."
+)
+"""Below the table."""
 _STYLES = {SMALL: "cyan", LARGE: "bold underline yellow"}
 
 
@@ -141,6 +147,7 @@ async def show(
         with console.status(f"{len(rest)} more problems for each model"):
             summaries = [await _compare(client, model, rest, concurrency) for model in (SMALL, ROUTE, LARGE)]
     console.print(summary_table(summaries, len(rest), concurrency))
+    console.print(Text(_ABOUT_SPEED, "dim"))
     return summaries
 
 
@@ -172,7 +179,7 @@ def main() -> int:
     parser.add_argument("--shown", type=int, default=4, help="problems shown with coloured tokens (default 4)")
     parser.add_argument("--problems", type=int, default=100, help="problems of the comparison (default 100)")
     parser.add_argument("--concurrency", type=int, default=16, help="problems in flight at a time (default 16)")
-    parser.add_argument("--seed", type=int, default=SHOW_SEED, help="seed of the problems")
+    parser.add_argument("--seed", type=int, default=SHOW_SEED, help="seed of the problems (default %(default)s)")
     options = parser.parse_args()
     return run_demo(
         options.socket,

@@ -233,11 +233,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory that gets small/ and large/")
     parser.add_argument("--only", choices=MODELS, help="train this model alone, beside the other one in --out")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=float, default=1.0, help="multiple of each recipe's number of steps")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rows", type=int, default=400_000, help="one-turn rows of training data")
-    parser.add_argument("--problems", type=int, default=500, help="held-out problems of the final report")
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where to train (default: a GPU if there is one)",
+    )
+    parser.add_argument(
+        "--steps", type=float, default=1.0, help="multiple of each recipe's number of steps (default: 1)"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of data and weights (default: 1)")
+    parser.add_argument(
+        "--rows", type=int, default=400_000, help="one-turn rows of training data (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--problems", type=int, default=500, help="held-out problems of the final report (default: %(default)s)"
+    )
     options = parser.parse_args()
     # cuBLAS reads this when it starts; without it sums may be ordered differently from run to run.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

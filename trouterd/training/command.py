@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trouterd.config import Config
-from trouterd.training.faults import TrainingError
+from trouterd.training.faults import TrainingError, TrainingUsageError
 from trouterd.training.options import ALGORITHMS, DEFAULT_RECALL, CalibrateOptions, PairOptions, TrainOptions
 
 _ROUTE = "pair"
@@ -23,7 +23,7 @@ Load = Callable[[Mapping[str, Any] | None], Config]
 
 def add_train(parser: argparse.ArgumentParser) -> None:
     """Options of `trouterd train`."""
-    parser.add_argument("algorithm", choices=ALGORITHMS)
+    parser.add_argument("algorithm", choices=ALGORITHMS, help="whose head is trained")
     parser.add_argument("--route", metavar="NAME", help="the route of the pair; its first model is the small one")
     parser.add_argument("--small", metavar="DIR", help="the small model, in place of --route")
     parser.add_argument("--large", metavar="DIR", help="the large model")
@@ -43,7 +43,10 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--fresh", action="store_true", help="throw away labels of an earlier run")
     parser.add_argument(
-        "--judge", choices=("answer", "text"), default="answer", help="what two continuations are compared by"
+        "--judge",
+        choices=("answer", "text"),
+        default="answer",
+        help="what two continuations are compared by: their final answers, or their texts (default: answer)",
     )
     parser.add_argument("--rounds", type=_positive, default=2, metavar="N", help="citer: rounds of labels (default: 2)")
     parser.add_argument(
@@ -51,11 +54,21 @@ def add_train(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="collm: train the whole small model together with the row; --output is a directory",
     )
-    parser.add_argument("--width", type=_positive, default=0, metavar="N", help="r2r: width of the blocks")
-    parser.add_argument("--blocks", type=_positive, default=0, metavar="N", help="r2r: blocks")
-    parser.add_argument("--epochs", type=_positive, default=0, metavar="N", help="most epochs")
-    parser.add_argument("--rate", type=_rate, default=0.0, metavar="X", help="learning rate of AdamW")
-    parser.add_argument("--batch", type=_positive, default=0, metavar="N", help="rows of a training step")
+    parser.add_argument(
+        "--width", type=_positive, default=0, metavar="N", help="r2r: width of the blocks (default: by the small model)"
+    )
+    parser.add_argument(
+        "--blocks", type=_positive, default=0, metavar="N", help="r2r: blocks (default: by the small model)"
+    )
+    parser.add_argument(
+        "--epochs", type=_positive, default=0, metavar="N", help="most epochs (default: the algorithm's own)"
+    )
+    parser.add_argument(
+        "--rate", type=_rate, default=0.0, metavar="X", help="learning rate of AdamW (default: the algorithm's own)"
+    )
+    parser.add_argument(
+        "--batch", type=_positive, default=0, metavar="N", help="rows of a training step (default: the algorithm's own)"
+    )
     parser.add_argument(
         "--patience", type=_positive, default=10, metavar="N", help="epochs without progress (default: 10)"
     )
@@ -126,7 +139,7 @@ def _run_of(options: TrainOptions) -> type[Any]:
 
         return Run
     if options.algorithm != "collm":
-        raise TrainingError(f"--fine-tune: is for collm; the small model of {options.algorithm} stays as it is")
+        raise TrainingUsageError(f"--fine-tune: is for collm; the small model of {options.algorithm} stays as it is")
     from trouterd.training.fine_tune import FineTuneRun
 
     return FineTuneRun
@@ -147,12 +160,12 @@ def _pair(options: argparse.Namespace, load: Load) -> tuple[Config, str]:
     """The configuration and the route of the pair."""
     if options.route:
         if options.small or options.large:
-            raise TrainingError("--route and --small/--large exclude each other")
+            raise TrainingUsageError("--route and --small/--large exclude each other")
         return load(None), options.route
     if not (options.small and options.large):
-        raise TrainingError("name the pair: --route NAME, or --small DIR and --large DIR")
+        raise TrainingUsageError("name the pair: --route NAME, or --small DIR and --large DIR")
     if options.config is not None:
-        raise TrainingError(
+        raise TrainingUsageError(
             "--small and --large take no configuration file; settings go with --set models.small.KEY=VALUE"
         )
     models = {name: {"path": getattr(options, name)} for name in ("small", "large")}

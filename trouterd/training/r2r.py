@@ -30,8 +30,13 @@ TOP = 100
 """Largest raw logits that the router sees."""
 DROPOUT = 0.1
 EXPANSION = 4
-SMALLEST_OFFICIAL = 512
-"""Hidden size from which on the router has the published sizes, 6 blocks of 1024; toy models get one of their own size."""
+_SMALLEST_OFFICIAL = 512
+"""Hidden size from which on the router has the published sizes."""
+
+
+def sizes(hidden: int) -> tuple[int, int]:
+    """Width and number of the router's blocks: 6 of 1024 as published, for toy models 2 of their own hidden size."""
+    return (1024, 6) if hidden >= _SMALLEST_OFFICIAL else (hidden, 2)
 
 
 class R2RTrainer(JudgedTrainer):
@@ -128,8 +133,8 @@ class R2RHead:
 
     def __init__(self, embedding: torch.Tensor, tensors: Tensors, train: torch.Tensor, options: TrainOptions) -> None:
         hidden, top = tensors["hidden"].shape[1], tensors["top"].shape[1]
-        official = hidden >= SMALLEST_OFFICIAL
-        width, blocks = options.width or (1024 if official else hidden), options.blocks or (6 if official else 2)
+        width, blocks = sizes(hidden)
+        width, blocks = options.width or width, options.blocks or blocks
         scales = [
             Standard(rows.float())
             for rows in (

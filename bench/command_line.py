@@ -1,0 +1,55 @@
+"""How every benchmark's command line begins and ends."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from trouterd.daemon import DaemonError
+from trouterd.termination import Terminated, terminable
+
+USAGE = 2
+"""Exit code of a command that asks for something that cannot be, as argparse has it."""
+_BY_SIGNAL = 128
+"""What a shell adds to a signal's number."""
+
+
+def run_command(name: str, main: Callable[[], int | None]) -> NoReturn:
+    """Run a command and exit with its code; SIGTERM and Ctrl-C stop what it has started.
+
+    Args:
+        name: in messages, `bench.throughput`.
+        main: returns the exit code; None is 0.
+    """
+    try:
+        with terminable():
+            code = main()
+    except DaemonError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt as error:
+        number = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
+        print(f"{name}: ended by {number.name}", file=sys.stderr)
+        code = _BY_SIGNAL + number
+    sys.exit(code)
+
+
+def whole_number(text: str) -> int:
+    """An option that is a whole number from 1 on."""
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
+    return int(text)
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """An option that is several of them, with commas between."""
+    return tuple(whole_number(part.strip()) for part in text.split(","))
+
+
+def usage_fault(name: str, problem: object) -> int:
+    """Say what is wrong with the command line, as argparse does; returns the exit code."""
+    print(f"{name}: error: {problem}", file=sys.stderr)
+    return USAGE

@@ -1,0 +1,91 @@
+"""How benchmarks end."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from bench.command_line import run_command, whole_numbers
+from trouterd.daemon import DaemonError
+
+BENCHES = sorted(
+    path for path in Path(__file__).parents[2].joinpath("bench").glob("*.py") if "ArgumentParser(" in path.read_text()
+)
+RUN_BY_OTHERS = ("experiment_arguments",)
+"""Command lines that `bench.throughput` passes on."""
+
+
+async def _waiting() -> None:
+    asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
+    await asyncio.Event().wait()
+
+
+def _in_an_event_loop() -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_waiting())
+
+
+@pytest.mark.parametrize("wait", [lambda: os.kill(os.getpid(), signal.SIGTERM), _in_an_event_loop])
+def test_sigterm_ends_what_was_started(wait: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    ended = []
+
+    def main() -> int:
+        try:
+            wait()
+        finally:
+            ended.append(True)
+        return 0
+
+    with pytest.raises(SystemExit) as left:
+        run_command("bench.waiting", main)
+    assert left.value.code == 128 + signal.SIGTERM
+    assert ended == [True]
+    assert capsys.readouterr().err == "bench.waiting: ended by SIGTERM\n"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("code", [0, 1, None])
+def test_codes(code: int | None) -> None:
+    with pytest.raises(SystemExit) as left:
+        run_command("bench.done", lambda: code)
+    assert left.value.code == code
+
+
+def test_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> int:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as left:
+        run_command("bench.waiting", main)
+    assert left.value.code == 130
+    assert capsys.readouterr().err == "bench.waiting: ended by SIGINT\n"
+
+
+@pytest.mark.parametrize("path", BENCHES, ids=lambda path: path.stem)
+def test_every_benchmark_ends_so(path: Path) -> None:
+    assert ("    run_command(" in path.read_text()) is (path.stem not in RUN_BY_OTHERS)
+
+
+def test_a_daemon_that_does_not_start_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> int:
+        raise DaemonError("the daemon exited with code 78 before it was ready")
+
+    with pytest.raises(SystemExit) as left:
+        run_command("bench.served", main)
+    assert left.value.code == 1
+    assert capsys.readouterr().err == "bench.served: the daemon exited with code 78 before it was ready\n"
+
+
+def test_whole_numbers() -> None:
+    assert whole_numbers("1, 16,4") == (1, 16, 4)
+    for text in ("", "0", "1,", "x", "-1", "1.5", "1,²"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected a whole number from 1 on, got"):
+            whole_numbers(text)
