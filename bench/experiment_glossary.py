@@ -84,6 +84,8 @@ _TERMS = (
         "what a visit of the large model costs a request beside the steps of both models at their pace alone: two hand-offs,"
         " waiting for a launch, and what steps take longer",
     ),
+    Term("speed of one user kept", "token/s of one of N users by those of a single one"),
+    Term("in force", "the thresholds of that window, small first; *x planned*: token/s by those with the plan's own"),
     Term("predicted", "token/s that the throughput model promised for these thresholds, before the window"),
     Term("hand-offs / 100", "by tokens: two for each visit of the large model"),
     Term("GPU-s", "GPUs that the system keeps times seconds, idle ones too", ("GPU-s", "GPU-seconds")),

@@ -117,7 +117,7 @@ def _other_cost(points: Sequence[Point]) -> str:
     costs = [point.cost.value for point in points if point.cost]
     if all(abs(point.cost.value * point.ratio.value - 1) < _SAME for point in points if point.cost):
         return ""
-    return f"; a token costs {_range(costs, '.2f')} times as much"
+    return f"; {'but ' if min(costs) > 1 else ''}a token costs {_range(costs, '.2f')} times as much"
 
 
 _SAME = 0.02

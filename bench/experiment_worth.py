@@ -15,7 +15,8 @@ from trouterd.batching.placement import SHARED
 
 TITLE = "## Is token routing worth it here?"
 _READING = (
-    "Above 1 pays: *x large only* are token/s by those of the large model that writes everything itself, at the same N."
+    "Above 1 pays: *x large only* are token/s by those of the large model that writes everything itself, at the same N. A token"
+    " then costs less by as much, unless the pattern's line says otherwise."
 )
 _OWN = """\
 **Which row is yours?** A pattern is p, the share of the small model's steps that hand over (and q, of the large one's that hand

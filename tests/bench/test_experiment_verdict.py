@@ -54,6 +54,8 @@ def test_tails_and_other_gpus_are_told() -> None:
     slow = {"mean": 2.0, "p50": 1.5, "p95": 3.0, "p99": 12.0}
     text = told(measured(2.0, gap_ms=slow, gpu_seconds_per_1000=7.5))
     assert text.endswith("; gap between tokens, p99: 3 times the baseline's; a token costs 0.75 times as much.")
+    dear = told(measured(2.0, gpu_seconds_per_1000=15.0))
+    assert dear.endswith("; but a token costs 1.50 times as much.")
     # On the same GPUs cost follows from speed.
     assert "a token costs" not in told(measured(2.0))
 
