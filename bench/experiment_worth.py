@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from bench.experiment_case import ITSELF
+from bench.experiment_case import ITSELF, LARGE
 from bench.experiment_compared import system_name
 from bench.experiment_group import Group, Measured
 from bench.experiment_markdown import WAYS, cell, table
@@ -62,12 +62,21 @@ def notes(results: Iterable[Result]) -> list[str]:
 
 
 def _together(groups: Sequence[Group]) -> list[list[Result]]:
-    """Results with windows, the oldest first, by what all of their experiments share."""
+    """Results with windows, the oldest first, by what all of their experiments share; but last of all, where they count, those that
+    have the large model alone themselves."""
     found: dict[tuple[str, ...], list[Result]] = {}
     for group in groups:
         key = (*(str(group.head[name]) for name in ("hardware", "pair", "placement")), group.settings)
         found.setdefault(key, []).extend(result for result in group.results if result.records)
-    return [sorted(results, key=lambda one: str(one.head["started"])) for results in found.values() if results]
+    return [
+        sorted(results, key=lambda one: (_has_baseline(one), str(one.head["started"])))
+        for results in found.values()
+        if results
+    ]
+
+
+def _has_baseline(result: Result) -> bool:
+    return any(record.case.subject == LARGE for record in result.records)
 
 
 def _block(group: Group, workload: str, found: Mapping[str, Sequence[Point]]) -> str:

@@ -115,7 +115,9 @@ def test_the_baseline_is_named_with_its_rate() -> None:
 
 def test_several_experiments_give_one_verdict(tmp_path: Path) -> None:
     more = [record(case("large", 64), 1000.0), record(case(R2R, 64, "planned"), 900.0)]
-    text = write_report(saved(tmp_path, result("a", compared()), result("c", more)))
+    # A later run without a baseline of its own does not take the place of one that has it.
+    part = result("b", [record(case(R2R, 4, "auto"), 500.0)], started="2026-11-30T12:00:00Z")
+    text = write_report(saved(tmp_path, result("a", compared()), result("c", more), part))
     assert text.count("## Is token routing worth it here?") == text.count("Above 1 pays") == 1
     assert "**R2R, p = 0.35** pays at N = 1 to 4 (1.50 to 2.50 times the baseline), costs speed at 64 (0.90)" in text
     assert rows(text, "R2R, p = 0.35", "900")[0][4] == "0.90"
