@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -164,7 +165,7 @@ class Sweep:
         self._variables = variables
         self.result: dict[str, Any] = {
             **surroundings(torch.device(options.device)),
-            "command": " ".join(("python -m bench.beside", *options.arguments)),
+            "command": shlex.join(["python", "-m", "bench.beside", *options.arguments]),
             "models": {SMALL: options.small, LARGE: options.large},
             "mps": bool(variables[SMALL]),
             "context": options.context,

@@ -99,7 +99,7 @@ def _parser(experiments: Sequence[str], description: str | None) -> argparse.Arg
     )
     windows.add_argument("--budget", type=float, default=_FOREVER, metavar="S", help="for everything (no limit)")
     windows.add_argument(
-        "--note", default="", metavar="TEXT", help="what is particular to this run; the report begins with it"
+        "--note", default="", metavar="TEXT", help="what is particular to this run; the report has it by its verdict"
     )
     windows.add_argument("--list", action="store_true", help="say what would be measured, and how long; starts nothing")
     windows.add_argument(

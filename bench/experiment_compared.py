@@ -43,7 +43,7 @@ def _comparisons(group: Group) -> dict[str, _Shown]:
     if len(group.large_systems) > 1:
         found["token/s x the large model of the routed daemon"] = group.to_routed_large
     found["token/s x Std. Serving"] = lambda one: None if one.case.system == STD else group.to_std(one)
-    cost = "what a token costs, x the fastest large only: GPU-seconds / forward passes of the large model"
+    cost = f"what a token costs, x the fastest large only: {group.device}-seconds / forward passes of the large model"
     return found | {cost: lambda one: _cost(group, one)}
 
 

@@ -13,7 +13,14 @@ def details(group: Group) -> str:
     """Throughput and what it takes, of every window."""
     head = (
         *(*_WINDOW, "token/s", "x large only", "x routed daemon's large", "drawn", "at nominal rates", "of ideal"),
-        *("predicted", "by model, token/s", "hand-offs / 100", "GPU-s / 1,000", "large steps / 1,000", "batches"),
+        *(
+            "predicted",
+            "by model, token/s",
+            "hand-offs / 100",
+            f"{group.device}-s / 1,000",
+            "large steps / 1,000",
+            "batches",
+        ),
         *("steps, ms", "held, ms", "hand-off, ms", "cached"),
     )
     rows = [

@@ -137,6 +137,11 @@ class Group:
         """That all systems were given; '' for none."""
         return told(self.head.get("settings", {}))
 
+    @property
+    def device(self) -> str:
+        """In whose seconds cost is told."""
+        return "device" if self.head["placement"] == "cpu" else "GPU"
+
     def name(self, subject: str) -> str:
         """Of a subject, for tables."""
         return self.names.get(subject, f"{subject} only" if subject in ("small", "middle", "large") else subject)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from bench.experiment_fleet import AUTO, EAGER, PLANNED
 from bench.experiment_group import Group, Measured
 from bench.experiment_rates import at_rates
 from bench.experiment_tables import factor
+from bench.log_axes import plain_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,10 +22,23 @@ if TYPE_CHECKING:
 _INCHES = (9.0, 5.5)
 _DOTS = 150
 """Per inch."""
-_MARKERS = "osD^vPX<>"
+_MARKERS = "osD^vP<>"
+_REQUESTS = "requests in flight"
+_RATE = "token/s; at the points: requests in flight"
+_STD_MARKER = "x"
+"""Of Std. Serving, whatever the colour."""
 
 
-def write_plots(group: Group, points: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A picture of a report."""
+
+    path: Path
+    shows: str
+    """For who does not see it."""
+
+
+def write_plots(group: Group, points: Sequence[dict[str, Any]], folder: Path) -> list[Plot]:
     """Draw a group into files of the folder; returns them. Needs matplotlib: the extra `bench`.
 
     Args:
@@ -52,19 +67,27 @@ def write_plots(group: Group, points: Sequence[dict[str, Any]], folder: Path) ->
         figure = Figure(figsize=_INCHES, layout="constrained")
         axes = figure.subplots()
         draw(axes)
-        axes.set_title("; ".join([group.title, *workloads, str(group.head["hardware"])]), fontsize=10)
+        title = "; ".join([group.title, *workloads, str(group.head["hardware"])])
+        axes.set_title(title, fontsize=10)
         axes.grid(alpha=0.3)
-        for axis in (axes.xaxis, axes.yaxis):
-            if axis.get_scale() == "log":
-                axis.set_major_formatter("{x:g}")
-        if axes.get_yscale() == "log":
-            axes.yaxis.set_minor_formatter("{x:g}")
+        _plain(axes)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8)
         path = folder / f"{experiment}-{group.head['pair']}-{group.head['placement']}{_settings(group)}{suffix}.png"
         figure.savefig(path, dpi=_DOTS)
-        written.append(path)
+        written.append(Plot(path, f"{axes.get_ylabel() or 'windows'}, by {axes.get_xlabel()}: {title}"))
     return written
+
+
+def _plain(axes: Axes) -> None:
+    """Numbers that are read at a glance; those of powers of two have been set, or stay."""
+    if axes.get_yscale() == "log":
+        plain_numbers(axes.yaxis)
+    if axes.get_xscale() == "log" and axes.get_xlabel() != _REQUESTS:
+        if axes.get_xlabel() == _RATE:
+            plain_numbers(axes.xaxis)
+        else:
+            axes.xaxis.set_major_formatter("{x:g}")
 
 
 def _settings(group: Group) -> str:
@@ -95,16 +118,18 @@ def _drawer(experiment: str, group: Group, workload: str) -> Callable[[Axes], No
     return lambda axes: draw(axes, group, workload)
 
 
-def _line(axes: Axes, found: Sequence[tuple[float, float]], label: str, number: int, style: str = "-") -> None:
+def _line(
+    axes: Axes, found: Sequence[tuple[float, float]], label: str, number: int, style: str = "-", marker: str = ""
+) -> None:
     if found:
-        marker = _MARKERS[number % len(_MARKERS)]
+        marker = marker or _MARKERS[number % len(_MARKERS)]
         axes.plot(*zip(*sorted(found), strict=True), style, marker=marker, color=f"C{number}", label=label)
 
 
 def _streams_axis(axes: Axes, counts: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(counts), [str(count) for count in counts])
-    axes.set_xlabel("requests in flight")
+    axes.set_xlabel(_REQUESTS)
 
 
 def _compared(axes: Axes, group: Group, workload: str) -> None:
@@ -113,7 +138,7 @@ def _compared(axes: Axes, group: Group, workload: str) -> None:
         best = [group.best(workload, subject, count) for count in counts]
         _line(axes, _ratios(group, best), group.name(subject), number)
         std = group.select(system=STD, workload=workload, subject=subject)
-        _line(axes, _ratios(group, std), f"{group.name(subject)}, Std. Serving", number, ":")
+        _line(axes, _ratios(group, std), f"{group.name(subject)}, Std. Serving", number, ":", _STD_MARKER)
     _baseline(axes, group)
     axes.set_yscale("log")
     axes.set_ylabel("token/s over large only, at nominal rates; routed: the fastest B")
@@ -148,7 +173,8 @@ def _scaled_up(axes: Axes, group: Group, workload: str) -> None:
         "Std. Serving": group.select(system=STD, workload=workload, subject=subject),
     }
     for number, (label, found) in enumerate(lines.items()):
-        _line(axes, [(one.case.streams, one.rate) for one in found], label, number)
+        points = [(one.case.streams, one.rate) for one in found]
+        _line(axes, points, label, number, marker=_STD_MARKER if label == "Std. Serving" else "")
     axes.set_yscale("log")
     axes.set_ylabel("token/s")
     _streams_axis(axes, counts)
@@ -205,7 +231,7 @@ def _placed(axes: Axes, group: Group, workload: str) -> None:
                 axes.annotate(str(one.case.streams), point, xytext=(4, 4), textcoords="offset points", fontsize=7)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlabel("token/s; at the points: requests in flight")
+    axes.set_xlabel(_RATE)
     axes.set_ylabel("gap between tokens, p99, ms")
 
 

@@ -7,6 +7,7 @@ so that they miss it together, and no comparison of routed windows shows it; one
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import sqrt
 
 from bench.experiment_case import LARGE, SMALL
 from bench.experiment_group import Group, Measured, Ratio
@@ -84,3 +85,34 @@ def at_rates(group: Group, one: Measured, ratio: Ratio | None) -> Ratio | None:
     """A ratio of its token/s to those of a window without draws, were the rates the nominal ones."""
     factor = correction(group, one)
     return None if ratio is None or factor is None else ratio.times(factor)
+
+
+def chance(group: Group, one: Measured) -> float:
+    """Standard error of a window's token/s by its draws alone, as a part of it, were each draw independent; 0 where nobody moves.
+
+    A visit is a run of steps of either model, of geometric lengths, and token/s are the tokens of visits by their times. So, to
+    first order (delta method), steps of a kind whose time is that of the tokens they bring add nothing, and other ones the
+    variance of their number. What stratified draws and the correction to nominal rates take away from that is not counted: with
+    these it is an upper bound.
+    """
+    moves, time, visits = drawn(one), spent(group, one), _visits(one)
+    if not visits:
+        return 0.0
+    if moves is None or time is None:
+        return 1 / sqrt(visits)
+    variance = 0.0
+    for steps, rate, in_steps in ((moves.small_steps, moves.p, time.small), (moves.large_steps, moves.q, time.large)):
+        gain = 1 - in_steps / steps / time.total  # tokens of a step, less those that come in its time
+        variance += gain**2 * max(0.0, 1 - rate) / rate**2
+    return moves.visits * sqrt(variance / visits)
+
+
+def tokens(one: Measured) -> float:
+    """That a window's figures stand on, of all its repeats."""
+    window = one.record.window
+    return one.rate * float(window["seconds"]) * max(1, len(window.get("repeats") or ()))
+
+
+def _visits(one: Measured) -> float:
+    """Of the large model, in the same time."""
+    return tokens(one) * (one.of("handoffs_per_100") or 0.0) / 200

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,11 @@ from typing import Any
 from bench.experiment_case import STD
 from bench.experiment_compared import compared
 from bench.experiment_details import details, latencies
+from bench.experiment_draws import drawn_line
+from bench.experiment_dropped import FEW, summary
+from bench.experiment_glossary import glossary
 from bench.experiment_group import Group
-from bench.experiment_markdown import cell, table
+from bench.experiment_markdown import WAYS, cell, table
 from bench.experiment_plots import write_plots
 from bench.experiment_result import Result, read_results
 from bench.experiment_settings import told
@@ -19,7 +22,7 @@ from bench.experiment_sharing import placed
 from bench.experiment_tables import ablated, lengthened, mistaken, scaled_up, switched
 from bench.experiment_targets import targets_table
 from bench.experiment_time import spent_table
-from bench.patterns import DRAWN
+from bench.experiment_worth import notes, worth_it
 from trouterd.batching.placement import SEPARATE, SHARED
 
 FILE = "report.md"
@@ -44,38 +47,18 @@ _TABLES: dict[str, Callable[[Group], str]] = {
     "f": placed,
     "g": lengthened,
 }
+_TARGETS = """\
+## The project's own targets, one H200
+
+What trouterd's developers aim at with this pair on one card. *measured* is the fastest of the planned, learned and eager windows,
+chosen afterwards; targets are judged by the ratio at nominal rates."""
 _ONE_WINDOW = (
     "One window for each point, so that their spread is not known: differences of a few percent may be chance."
 )
-_STD_ON_ONE = """\
-Std. Serving had no servers of its own here: the routed daemon's models answered, through the one api process of that daemon, which
-is to its disadvantage."""
-_NO_HEADS = "A scripted model has no hidden states: beside one no head runs."
-_NOTES = """\
-- *planned B*: lists of `trouterctl batching plan`, from step times of the models alone (same run) and the rates in the names;
-  *learned B*: the controller's (`auto`), after a while of this load; in brackets what was in force, small model first.
-  *eager*: every launch takes what is ready.
-- *large only*: the large model without routing, same workload and streams, in the fastest way that was measured: by itself in a
-  daemon of its own (with the persistent kernel, without it, over all GPUs), or by its name in the daemon that routes. \\* behind
-  a ratio: to a window of another run on the same kind of card.
-- *drawn*: shares of steps that handed over (p) and back (q) in the window, for the ones that are in the name: a window of seconds
-  misses them by some percent, and routed windows of one run draw alike. *at nominal rates*: the ratio for the latter, to first
-  order (time in steps of each model by the steps there, time between steps by the hand-offs). Targets are judged by it.
-- *measured* against a target is the fastest of the planned, learned and eager windows, chosen afterwards; *learned B* is what
-  the daemon does unless told otherwise.
-- Times: means, medians, 95th percentiles of 20 or more, 99th of 100 or more. \\* behind a time to the first token: no request
-  began in the window, and it is that of all N beginning at once. *held*: for how long a launch was held back;
-  *waited for a launch*: requests, from when they could take a row to the launch of it, *admission* for new ones alone. *Estimated*:
-  time to the first token, and the mean time per token for the others. *cached*: of the tokens that came to a model.
-- *of ideal*: of the token/s of requests that never wait, in steps as long as the window's in the mean and with its own moves: the
-  part of their time that requests are in steps; for every system alike. *at the pace alone*: of their time, what the steps would
-  take if they were as long as for that model alone with one row a request.
-- *Std. Serving*: a dispatcher outside of the servers asks for one token a call, by the same draws. No head runs for it, which is
-  to its advantage.
-- *Std. Serving on vLLM*: the peer's script sends N requests of 100 and 64 tokens at once and waits for the last of them, prefill
-  and drain included; beside it there is ours at `100/64`, which goes on with N requests all the time.
-- N: requests in flight, closed loop. GPU-s: GPUs that the system keeps times seconds.
-"""
+_STD_ON_ONE = (
+    "Std. Serving had no servers of its own here: the routed daemon's models answered, through the one api process of that daemon,"
+    " which is to its disadvantage."
+)
 
 
 def write_report(folder: Path) -> str:
@@ -86,25 +69,15 @@ def write_report(folder: Path) -> str:
     """
     results = read_results(folder)
     groups = _grouped(results)
-    parts = ["\n".join(_lead(results)), "# Throughput of token routing", _NOTES]
+    verdict, told = worth_it(groups)
+    sections = [_section(group, folder, told) for group in groups]
     if aims := targets_table(groups):
-        parts.append(f"## Targets, one H200\n\n{aims}")
-    for group in groups:
-        parts.append(_section(group, folder))
+        sections.append(f"{_TARGETS}\n\n{aims}")
+    terms = glossary("\n".join([verdict, *sections]))
+    parts = [drawn_line(results), "# Throughput of token routing", verdict, terms, *sections]
     text = "\n".join(part.rstrip() + "\n" for part in parts if part)
     (folder / FILE).write_text(text)
     return text
-
-
-def _lead(results: Sequence[Result]) -> Iterable[str]:
-    """What a reader must know first."""
-    if any(result.head.get("names") for result in results):
-        yield DRAWN
-        if any(result.head.get("heads") is False for result in results):
-            yield _NO_HEADS
-    for result in results:
-        if note := result.head.get("note"):
-            yield f"\n**Experiment {result.head['experiment']}, {result.head['started']}**: {note}"
 
 
 def _grouped(results: Sequence[Result]) -> list[Group]:
@@ -142,9 +115,18 @@ def _apart(result: Result) -> Result:
     return replace(result, head=result.head | {"placement": SHARED}, records=records)
 
 
-def _section(group: Group, folder: Path) -> str:
+def _section(group: Group, folder: Path, told: Sequence[Result]) -> str:
+    """Of an experiment.
+
+    Args:
+        group: its windows.
+        folder: for plots.
+        told: results whose notes have been told.
+    """
     experiment = str(group.head["experiment"])
-    parts = [f"## {TITLES[experiment]}: {group.title}", "\n".join(_origin(group))]
+    parts = [f"## {TITLES[experiment]}: {group.title}"]
+    parts += notes(one for one in group.results if not any(one is other for other in told))
+    parts.append("\n".join(_origin(group, told)))
     points = [point for result in group.results for point in result.points]
     if points:
         parts.append(_quality(points))
@@ -154,33 +136,42 @@ def _section(group: Group, folder: Path) -> str:
         if times := spent_table(group, routed):
             parts.append(f"Where the time goes, ms of a request per token of its answer:\n\n{times}")
         parts.append(f"<details><summary>All windows</summary>\n\n{details(group)}\n{latencies(group)}\n</details>")
-    parts += [f"![]({path.name})" for path in write_plots(group, points, folder)]
+    parts += [f"![{plot.shows}]({plot.path.name})" for plot in write_plots(group, points, folder)]
     parts.append("\n".join(_lacking(group)))
     return "\n\n".join(part.rstrip() for part in parts if part)
 
 
-def _origin(group: Group) -> Iterable[str]:
-    """Where and how it was measured."""
+def _origin(group: Group, told: Sequence[Result]) -> Iterable[str]:
+    """Where and how it was measured; no more of errors, where the verdict has told of them."""
     for result in group.results:
         head = result.head
         versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
         window = f"; windows of {head['seconds']:g} s" if "seconds" in head else ""
         dirty = " with changes that were not committed" if str(head["commit"]).endswith("+") else ""
         commit = f"commit {head['commit']}{dirty}"
-        yield f"- {head['started']}: {head['hardware']}, {versions}, {commit}{window}: `{head['command']}`"
-        if result.records and not any(record.window.get("repeats") for record in result.records):
+        yield f"- {head['started']}: {head['hardware']}, {versions}, {commit}{window}\n\n{_command(head)}\n"
+        compared = any(result is other for other in told)
+        if result.records and not compared and not any(record.window.get("repeats") for record in result.records):
             yield f"  - {_ONE_WINDOW}"
         if not head.get("std_servers") and any(record.case.system == STD for record in result.records):
             yield f"  - {_STD_ON_ONE}"
 
 
+def _command(head: Mapping[str, Any]) -> str:
+    """To be pasted into a shell, below its bullet."""
+    return f"  ```sh\n  {head['command']}\n  ```"
+
+
 def _lacking(group: Group) -> Iterable[str]:
     """What should have been measured, too."""
     there = {one.case.key for one in group.windows}
-    dropped = [key for result in group.results for key in result.dropped if key not in there]
+    dropped = dict.fromkeys(key for result in group.results for key in result.dropped if key not in there)
     failed = {key: why for result in group.results for key, why in result.failures if key not in there}
     if dropped:
-        yield f"Left out for lack of time ({len(dropped)}): {', '.join(f'`{key}`' for key in dropped)}"
+        names = {key: f"*{name}*" for key, name in (group.names | WAYS).items() if name}
+        yield f"No time was left for everything. {summary(dropped, [*there, *failed], names)}.\n"
+    if len(dropped) > FEW:
+        yield f"<details><summary>Their keys</summary>\n\n{', '.join(f'`{key}`' for key in dropped)}\n\n</details>\n"
     if failed:
         yield "Failed:"
         yield from (f"- `{key}`: {why}" for key, why in failed.items())

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bench.experiment_case import Case, CaseError, Measure, Opened, Record, Stage, within
+from bench.experiment_dropped import summary
 from bench.experiment_result import Result
 from bench.experiment_steps import StepTimes
 from bench.kv_pools import RoomError
@@ -51,6 +52,8 @@ class Runner:
         self._most: dict[str, int] = {}
         """Requests of a workload that KV pools have room for, where there were too many."""
         self._left = {stage.name: list(stage.cases) for stage in stages}
+        self._untold: list[str] = []
+        """Keys of what was dropped since the last line of progress."""
 
     def run(self) -> None:
         """All of it."""
@@ -59,7 +62,9 @@ class Runner:
             if self._fitting(stage, started=False).isdisjoint(case.key for case in stage.cases):
                 self._drop(stage)
             else:
+                self._tell_dropped()
                 self._stage(stage)
+        self._tell_dropped()
         self._result.complete = not (self._result.dropped or self._result.failures)
         self._save()
 
@@ -125,10 +130,17 @@ class Runner:
         """What there is no time for, the least important ones first."""
         left = self._left[stage.name]
         ranks = {place: (case.importance, place) for place, case in enumerate(left)}
-        for place in sorted(ranks, key=ranks.__getitem__, reverse=True):
-            self._progress.done(f"{left[place].key}: dropped, no time left")
-            self._result.dropped.append(left[place].key)
+        keys = [left[place].key for place in sorted(ranks, key=ranks.__getitem__, reverse=True)]
+        self._untold += keys
+        self._result.dropped += keys
         left.clear()
+
+    def _tell_dropped(self) -> None:
+        """In one line, however many they are."""
+        if self._untold:
+            others = {case.key for stage in self._stages for case in stage.cases} - set(self._result.dropped)
+            self._progress.done(f"no time left: {summary(self._untold, others)}", len(self._untold))
+            self._untold.clear()
 
     def _fail(self, case: Case, error: Exception) -> None:
         reason = " ".join(str(error).split()) or type(error).__name__

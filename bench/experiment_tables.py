@@ -35,7 +35,8 @@ def _share(one: Measured | None, whole: Measured | None) -> str | None:
 def scaled_up(group: Group) -> str:
     """Experiment c: throughput and the speed of one user from 1 stream on."""
     head = (
-        *("N", "large only", "which", "routed, fastest", "B", "x large only", "at nominal rates", "GPU-s x large only"),
+        *("N", "large only", "which", "routed, fastest", "B", "x large only", "at nominal rates"),
+        f"{group.device}-s x large only",
         *("learned B", "x large only", "Std. Serving", "x N = 1", "speed of one user kept", "large's"),
     )
     (workload, *_), (subject, *_) = group.workloads(), group.subjects()

@@ -20,6 +20,7 @@ measured. A second run into the same folder writes a second file; --report puts 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -73,7 +74,7 @@ _WORKLOADS = {"a": (*_USUAL, "agent", _LONG), "g": (*_USUAL, _LONG)}
 def main(arguments: list[str]) -> int:
     """Run an experiment, or put results together; returns the exit code."""
     options = read(arguments, tuple(_STAGES), __doc__)
-    options.command = " ".join([f"python -m {NAME}", *arguments])
+    options.command = shlex.join(["python", "-m", NAME, *arguments])
     if options.report:
         return _report(options.report)
     try:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -63,7 +64,9 @@ def main(arguments: list[str]) -> int:
     except (FrontierError, DaemonError) as error:
         print(f"{_NAME}: {error}", file=sys.stderr)
         return 1
-    _write(options.output, task, points, {"command": " ".join(["python -m bench.frontier", *arguments]), **device})
+    _write(
+        options.output, task, points, {"command": shlex.join(["python", "-m", "bench.frontier", *arguments]), **device}
+    )
     return 0
 
 

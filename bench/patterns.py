@@ -132,8 +132,3 @@ RSTITCH = Pattern("R-Stitch, p = 0.347, q = 0.177", "rstitch", "rstitch", 0.347,
 PATTERNS = (R2R, R2R_10, CITER, COLLM, RSTITCH, R2R_27)
 """By importance."""
 ME = Mixture("ME, 0.5 : 0.3 : 0.2", "me", (0.5, 0.3, 0.2))
-DRAWN = (
-    "Routing decisions are drawn at the rates in the names: random weights decide nothing. The algorithms' heads run beside them at"
-    " every routed step, unless a note below says otherwise; with Std. Serving none does."
-)
-"""First line of every report with patterns in it."""

@@ -31,9 +31,9 @@ class Progress:
             filled = round(whole * _WIDTH)
             self._line(f"[{'#' * filled}{'.' * (_WIDTH - filled)}] {self._done + 1}/{self._parts} {title}: {part:.0%}")
 
-    def done(self, text: str) -> None:
-        """The present one is; what came of it."""
-        self._done += 1
+    def done(self, text: str, parts: int = 1) -> None:
+        """The present one is, or so many at once; what came of it."""
+        self._done += parts
         self._line(f"[{self._done}/{self._parts}] {text}")
         self._stream.write("\n")
         self._stream.flush()

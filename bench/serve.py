@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -178,7 +179,7 @@ def main(arguments: list[str]) -> int:
     if options.markdown:
         options.markdown.write_text(report)
     if options.json:
-        command = " ".join(["python -m bench.serve", *arguments])
+        command = shlex.join(["python", "-m", "bench.serve", *arguments])
         content = {
             "command": command,
             **surroundings(torch.device(options.device)),

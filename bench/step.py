@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import tempfile
 import time
@@ -87,7 +88,7 @@ class Bench:
         )
         self.result: dict[str, Any] = {
             **surroundings(device),
-            "command": " ".join(("python -m bench.step", *options.arguments)),
+            "command": shlex.join(["python", "-m", "bench.step", *options.arguments]),
             "model": {
                 "name": options.shape if options.model is None else str(directory),
                 "parameters": self._config.parameters(),

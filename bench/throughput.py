@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -56,7 +57,7 @@ def main(arguments: list[str]) -> int:
             require_matplotlib()
         options.output.mkdir(parents=True, exist_ok=True)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, ExitStack() as stack:
-            run = _Run(options, " ".join([f"python -m {_NAME}", *arguments]))
+            run = _Run(options, shlex.join(["python", "-m", _NAME, *arguments]))
             found = [target for system in options.systems for target in runner.run(run.targets(system, stack))]
             for workload, streams, target in run.plan(found):
                 runner.run(run.window(target, workload, streams))

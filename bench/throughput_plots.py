@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bench.log_axes import plain_numbers
 from bench.throughput_report import large_only, ratio
 from bench.window import Window
 
@@ -39,6 +40,9 @@ def write_plots(windows: Sequence[Window], folder: Path, device: str = "GPU") ->
         figure.suptitle(workload)
         axes = list(figure.subplots(2, 2).flat)
         _panels(axes, [window for window in windows if window.workload == workload], device)
+        for panel in axes:
+            if panel.get_yscale() == "log":
+                plain_numbers(panel.yaxis)
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
         for suffix in ("png", "svg"):
             files.append(folder / f"throughput-{number}.{suffix}")

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -187,7 +188,7 @@ def main(arguments: list[str]) -> int:
         return 1
     if options.json:
         origin = surroundings(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        command = " ".join(["python -m bench.vllm_peer", *arguments])
+        command = shlex.join(["python", "-m", "bench.vllm_peer", *arguments])
         content = {"command": command, **origin, "cases": [asdict(case) for case in cases]}
         options.json.write_text(json.dumps(content, indent=1))
     return 0

@@ -102,6 +102,7 @@ def part(text: str, title: str) -> str:
 
 
 def saved(folder: Path, *results: Result) -> Path:
+    folder.mkdir(exist_ok=True)
     for number, one in enumerate(results):
         one.save(folder / f"{number}.json")
     return folder

@@ -11,13 +11,13 @@ from PIL import Image
 
 from bench import experiments
 from bench.experiment_case import Case, Record
+from bench.experiment_draws import DRAWN
 from bench.experiment_group import Group
 from bench.experiment_report import TITLES, side_by_side, write_report
 from bench.experiment_result import Result
 from bench.experiment_servers import _pools
 from bench.experiment_settings import Settings
 from bench.experiment_setup import Setup
-from bench.patterns import DRAWN
 from tests.bench.experiment_fakes import R2R, case, compared, part, record, result, rows, saved, window
 
 
@@ -33,7 +33,7 @@ def test_two_runs_in_one_report(tmp_path: Path) -> None:
     second.dropped, second.failures = ["trouterd/low/r2r-35/auto/64"], [("trouterd/low/r2r-35/auto/16", "no answer")]
     text = write_report(saved(tmp_path, first, second))
     lines = text.splitlines()
-    assert lines[0] == DRAWN
+    assert lines[0].startswith(DRAWN)
     assert text == (tmp_path / "report.md").read_text()
     (ratios,) = rows(part(text, "token/s x the fastest large only"), "planned B")
     assert ratios[2:] == ["2.50", "2.20\\*", "1.50"]
@@ -43,7 +43,7 @@ def test_two_runs_in_one_report(tmp_path: Path) -> None:
     assert std[2:] == ["2.50", "4.40\\*", "-"]
     detail, _ = rows(text, "planned B (1, 1)")
     assert detail[4:12] == ["1", "125", "2.50", "2.50", "p 0.35 for 0.35", "2.50", "100%", "600"]
-    assert "Left out for lack of time (1): `trouterd/low/r2r-35/auto/64`" in text
+    assert "No time was left for everything. 1 dropped: trouterd/low/r2r-35/auto/64." in text
     assert "- `trouterd/low/r2r-35/auto/16`: no answer" in text
     assert text.count("commit abc1234") == 2
     with Image.open(tmp_path / "a-Qwen3-0.6B+Qwen3-32B-shared.png") as image:
@@ -72,9 +72,13 @@ def test_pools_of_servers_that_share_a_gpu() -> None:
 def test_a_run_that_is_particular_says_so_first(tmp_path: Path) -> None:
     usual, odd = result("a", compared()), result("a", compared(), "2026-01-02T03:04:05Z", note="no head ran")
     text = write_report(saved(tmp_path, usual, odd))
-    before, _ = text.split("# Throughput", 1)
+    before, _ = text.split("Workload `low`", 1)
     assert "**Experiment a, 2026-01-02T03:04:05Z**: no head ran" in before
-    assert before.count("**Experiment") == 1
+    assert text.count("**Experiment") == 1
+    # Where nothing is compared, the note stands with its experiment.
+    alone = result("b", [record(case(R2R, 4, "planned"), 400.0)], note="no head ran")
+    text = write_report(saved(tmp_path / "b", alone))
+    assert text.index("## Ablation") < text.index("**Experiment b")
 
 
 def test_cards_of_their_own_beside_a_shared_one() -> None:
@@ -180,11 +184,13 @@ def test_every_experiment_has_its_table_and_plot(tmp_path: Path) -> None:
     quality = Result(result("h", [], pair="demo", placement="cpu", hardware="2 cores").head, points=points)
     text = write_report(saved(tmp_path, *others(), quality))
     assert [line for line in text.splitlines() if line.startswith("## ")] == [
-        "## Targets, one H200",
+        "## Is token routing worth it here?",
+        "## Terms",
         *(
             f"## {TITLES[name]}: {'demo, on the CPU' if name == 'h' else 'Qwen3-0.6B+Qwen3-32B, on one card'}"
             for name in "bcdefgh"
         ),
+        "## The project's own targets, one H200",
     ]
     assert rows(text, "no graphs", "planned B")[0][2] == "300 (0.75)"
     (sixteen,) = (row for row in rows(text, "1,440") if row[0] == "16")

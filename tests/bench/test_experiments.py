@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,8 @@ def test_algorithms_on_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (result,) = read_results(tmp_path)
     assert result.complete
     assert result.head["heads"] is False
-    assert result.head["command"] == " ".join(
-        ["python -m bench.throughput", *arguments, "--only", only, "--output", str(tmp_path)]
+    assert result.head["command"] == shlex.join(
+        ["python", "-m", "bench.throughput", *arguments, "--only", only, "--output", str(tmp_path)]
     )
     often, rarely = (found[f"trouterd/20/2000/r2r-{share}/planned/2"]["tokens_per_model"] for share in ("35", "10"))
     assert often["large"] / often["small"] > 1.5 * rarely["large"] / rarely["small"] > 0
@@ -274,3 +275,35 @@ def test_setups() -> None:
     assert (inputs.hidden, inputs.vocabulary) == (1024, 151_936)
     assert head_inputs("builtin:small") == head_inputs(str(SMALL_DIRECTORY))
     assert head_inputs("script:6") is None
+
+
+def test_a_command_can_be_pasted_and_a_run_without_a_window_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A budget for nothing: no daemon starts, one line tells it, and a report of it says nothing of routing."""
+    arguments = [
+        "--experiment",
+        "a",
+        "--small",
+        "script:6",
+        "--large",
+        "script:28",
+        "--only",
+        "*/low/*",
+        "--budget",
+        "0",
+    ]
+    arguments += ["--note", "two words; one's", "--output", str(tmp_path)]
+    assert main(arguments) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    (result,) = read_results(tmp_path)
+    count = len(result.dropped)
+    assert count > 20
+    assert line == f"[{count}/{count}] no time left: {count} dropped: everything"
+    assert shlex.split(result.head["command"]) == ["python", "-m", "bench.throughput", *arguments]
+    assert main(["--report", str(tmp_path)]) == 0
+    text = (tmp_path / "report.md").read_text()
+    assert text.startswith("# Throughput of token routing")
+    assert "drawn at" not in text
+    assert f"\n  ```sh\n  {result.head['command']}\n  ```\n" in text
+    assert f"{count} dropped: everything." in text
