@@ -18,8 +18,8 @@ from trouterd.daemon import DaemonError
 BENCHES = sorted(
     path for path in Path(__file__).parents[2].joinpath("bench").glob("*.py") if "ArgumentParser(" in path.read_text()
 )
-RUN_BY_OTHERS = ("experiment_arguments",)
-"""Command lines that `bench.throughput` passes on."""
+RUN_BY_OTHERS = ("experiment_arguments", "step_arguments")
+"""Command lines of `bench.throughput` and `bench.step`."""
 
 
 async def _waiting() -> None:
