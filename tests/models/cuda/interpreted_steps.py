@@ -6,6 +6,7 @@ import os
 import random
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run test_interpreted.py"
 
-from models import device_routes, device_runner
+from models import device_routes
 from models.batch import Batch, StepOutput
 from models.cuda import step_kernels
 from models.cuda.inbox import HEADER_WORDS, entry_of
@@ -154,12 +155,10 @@ class InterpretedSteps:
 
     graph_bytes = 0
 
-    def __init__(self, decoder: RowDecoder, slots: SlotTable, buckets: Sequence[int]) -> None:
+    def __init__(self, decoder: RowDecoder, slots: SlotTable) -> None:
         self.decoder = decoder
         self.slots = slots
-        self.kernels = StepKernels(
-            slots, decoder.vocab_size, rows=buckets[-1], wanted=buckets[-1], entries=5, on_device=False
-        )
+        self.kernels = StepKernels(slots, decoder.vocab_size, rows=32, wanted=32, entries=5, on_device=False)
         self.routes: Sequence[DeviceRoute] = ()
         self.turn = 0
         self.open: deque[tuple[int, int]] = deque()
@@ -210,10 +209,9 @@ class InterpretedSteps:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1])
 def test_schedules_decide_as_a_plain_loop(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_runner, "_steps", InterpretedSteps)
     monkeypatch.setattr(step_kernels, "_CHUNK", 32)
     decoder = HashRows(num_pages=60, max_pages=PAGES)
-    runner = DeviceRunner(decoder, max_slots=SLOTS, max_pages=PAGES, buckets=(32,))
+    runner = DeviceRunner(decoder, max_slots=SLOTS, max_pages=PAGES, steps=partial(InterpretedSteps, decoder))
     runner.set_routes(ROUTES)
     kv = KvCache(60, PAGE, SLOTS, PAGES * PAGE, prefix_cache=False)
     played = Schedule(runner, decoder.output_of, kv, random.Random(seed))
