@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from bench.beside_pair import Load, Pair, loads, table
+from bench.child import child
 from bench.command_line import run_command, usage_fault
 from bench.deployment import Deployment, ModelSpec
 from bench.experiment_case import LARGE, SMALL
@@ -35,13 +36,10 @@ from bench.mps import sharing
 from bench.step_heads import HEADS
 from bench.surroundings import surroundings
 from models.weights import DTYPES
-from trouterd.interpreter import environment, module_command
 from trouterd.settings import ConfigError, load
 
 _LEAD = 0.1
 """Seconds that both have to begin before a window does."""
-_END = 10.0
-"""Seconds that a process gets to end."""
 
 
 class SideError(Exception):
@@ -85,16 +83,6 @@ class Side:
             raise SideError(f"the {self._name} model: {found['error']}")
         return found
 
-    def end(self) -> None:
-        """Have it end."""
-        try:
-            self._input.close()
-            self._process.wait(_END)
-        except BrokenPipeError:
-            self._process.wait()
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
     def step_ms(self, load: Load) -> float:
         """What it said of a window of these steps. Raises SideError: no step began and ended in it."""
         found = self.answer()
@@ -113,8 +101,7 @@ def side(name: str, options: argparse.Namespace, percent: int, variables: Mappin
         SideError: it did not start.
     """
     asked: Sequence[Load] = options.small_steps if name == SMALL else options.large_steps
-    command = module_command(
-        "bench.beside_side",
+    arguments = (
         f"--source={options.small if name == SMALL else options.large}",
         f"--device={options.device}",
         f"--dtype={options.dtype}",
@@ -124,16 +111,12 @@ def side(name: str, options: argparse.Namespace, percent: int, variables: Mappin
         f"--kernel-percent={percent}",
         f"--head={options.head if name == SMALL else 'none'}",
     )
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment(**variables)) as process:
+    with child("bench.beside_side", *arguments, variables=variables) as process:
         started = Side(name, process, options.seconds)
-        try:
-            started.answer()
-            for steps in asked:
-                started.warm_up(steps)
-            yield started
-        finally:
-            started.end()
+        started.answer()
+        for steps in asked:
+            started.warm_up(steps)
+        yield started
 
 
 def alone(one: Side, load: Load, seconds: float) -> float:

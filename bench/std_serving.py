@@ -24,6 +24,7 @@ from pathlib import Path
 
 import msgspec
 
+from bench.child import child
 from bench.daemon import running
 from bench.deployment import READY_TIMEOUT, Deployment, Fleet, RouteSpec, fleet_of
 from bench.fetch import UNIX, fetch
@@ -31,15 +32,12 @@ from bench.mps import sharing
 from bench.target import Counters, ModelCounters, Target
 from trouterd.config import Config, Model
 from trouterd.config_dump import dump
-from trouterd.interpreter import environment, module_command
 from trouterd.settings import load
 from trouterd.worker.engine import kernel_share
 from trouterd.worker.gpu_check import megakernel_owners
 
 _DISPATCHER_READY = 120.0
 """Seconds that a dispatcher gets to load tokenizers."""
-_END = 10.0
-"""Seconds that it gets to end."""
 
 
 class DispatcherError(Exception):
@@ -169,21 +167,12 @@ def _process(file: Path, socket: Path, servers: Mapping[str, Path]) -> Iterator[
         f"--socket={socket}",
         *(f"--server={name}={path}" for name, path in servers.items()),
     ]
-    command = module_command("bench.dispatcher", *arguments)
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()) as process:
-        try:
-            _wait_ready(process)
-            yield
-        finally:
-            if process.stdin is not None:
-                process.stdin.close()
-            try:
-                process.wait(_END)
-            except subprocess.TimeoutExpired:
-                process.kill()
+    with child("bench.dispatcher", *arguments) as process:
+        _wait_ready(process)
+        yield
 
 
-def _wait_ready(process: subprocess.Popen[bytes]) -> None:
+def _wait_ready(process: subprocess.Popen[str]) -> None:
     if process.stdout is None:
         raise RuntimeError("the dispatcher was started without a pipe")
     heard, _, _ = select.select([process.stdout], [], [], _DISPATCHER_READY)

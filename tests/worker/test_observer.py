@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,7 +102,9 @@ def test_a_hand_off_is_timed_from_both_sides() -> None:
     assert (report.waited, report.waited_seconds) == (1, 0.125)
 
 
-async def test_every_launch_of_a_request_has_a_wait() -> None:
+@asynccontextmanager
+async def visited() -> AsyncIterator[Cluster]:
+    """Workers after one answer in which every third token was the large model's."""
     runners = {
         name: ScriptRunner([ids], vocab_size=258, eos=257, cycle=True, delay_ms=1.0)
         for name, ids in (("small", 1), ("large", 2))
@@ -109,6 +113,11 @@ async def test_every_launch_of_a_request_has_a_wait() -> None:
     async with Cluster(runners, {"demo": route}).running() as cluster:
         await cluster.generate("demo", [1, 2, 3], max_tokens=30)
         await cluster.settled()
+        yield cluster
+
+
+async def test_every_launch_of_a_request_has_a_wait() -> None:
+    async with visited() as cluster:
         small, large = (cluster.workers[name].stats for name in ("small", "large"))
         for stats, arrived in ((small, 1), (large, 0)):
             assert sum(stats.arrival_seconds.counts) == arrived
@@ -121,14 +130,7 @@ async def test_every_launch_of_a_request_has_a_wait() -> None:
 
 async def test_workers_time_hand_offs_that_are_waited_for() -> None:
     """One request: every hand-off finds its receiver idle, every step that hands over has none behind it."""
-    runners = {
-        name: ScriptRunner([ids], vocab_size=258, eos=257, cycle=True, delay_ms=1.0)
-        for name, ids in (("small", 1), ("large", 2))
-    }
-    route = Route(models=["small", "large"], algorithm="every_n", params={"shape": "visit", "n": 3})
-    async with Cluster(runners, {"demo": route}).running() as cluster:
-        await cluster.generate("demo", [1, 2, 3], max_tokens=30)
-        await cluster.settled()
+    async with visited() as cluster:
         for worker in cluster.workers.values():
             observer, sent, received = worker.observer, worker.stats.handoffs.total(), len(worker.stats.recent_handoffs)
             assert min(sent, received) > 5

@@ -130,7 +130,7 @@ class Turns:
         return [self._last] if found else []
 
     def wake(self, instant: Instant) -> float:
-        """Never."""
+        """When those thresholds have it."""
         return self._delayed.wake(instant)
 
 
