@@ -72,16 +72,16 @@ class HostSteps:
         """All of them."""
         return (True,) * len(routes)
 
-    def quick(self, rows: StepRows, routes: tuple[int, ...]) -> bool:
+    def quick(self, rows: StepRows, runs: Runs, routes: tuple[int, ...]) -> bool:
         """Steps that fit a bucket, as on a GPU."""
-        del routes
+        del runs, routes
         return len(rows) <= BUCKETS[-1]
 
     def launch(self, number: int, rows: StepRows, runs: Runs, routes: tuple[int, ...]) -> None:
         """Queue step `number`, and run it."""
         wanted = len(rows.logit_rows)
         changes = self._slots.take()
-        if self.quick(rows, routes):
+        if self.quick(rows, runs, routes):
             # More changes than an entry holds go ahead of it, copied to the device.
             changes = changes if changes.shape[1] <= MAX_CHANGES else changes[:, :0]
             self._inbox.write(self._turn, rows, runs, changes, wanted)

@@ -15,8 +15,9 @@ from models.resident import NO_ROUTE, OWN_TOKEN, DeviceRoute, SlotSetup, StepRec
 from models.rows import RowDecoder, Runs
 from models.slots import MAX_STOP_IDS, SlotTable
 
-BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Token rows of captured steps."""
+BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512)
+"""Token rows of captured steps. On an H200 the products of Qwen3-32B take 18.0 ms at 128 rows, 20.4 at 160, 22.9 at 192, 24.4 at
+224, 25.2 at 256, 32.1 at 320, 33.7 at 384 and 44.3 at 512; launching a step kernel by kernel keeps the host for 25 ms and more."""
 
 
 class Steps(Protocol):
@@ -35,7 +36,7 @@ class Steps(Protocol):
         """Which of the routes this device can decide."""
         ...
 
-    def quick(self, rows: StepRows, routes: tuple[int, ...]) -> bool:
+    def quick(self, rows: StepRows, runs: Runs, routes: tuple[int, ...]) -> bool:
         """Whether the step is a replay of graphs."""
         ...
 
@@ -97,6 +98,8 @@ class DeviceRunner:
         """Per slot: the position of its own next token, if it stays till then."""
         self._asked: tuple[StepRows | None, tuple[int, ...]] = None, ()
         """The latest rows and their routes, until some slot's changes."""
+        self._found: tuple[StepRows, Runs] | None = None
+        """The latest rows and their runs, until they are launched."""
         self._launched = 0
         self._polled = 0
 
@@ -141,14 +144,15 @@ class DeviceRunner:
 
     def quick(self, rows: StepRows) -> bool:
         """Whether `launch` only replays graphs."""
-        return self._steps.quick(rows, self._routes_of(rows))
+        return self._steps.quick(rows, self._runs_of(rows), self._routes_of(rows))
 
     def launch(self, rows: StepRows) -> int:
         """Queue a step behind those in flight; returns its number."""
-        runs = _find_runs(rows.slots, self._positions(rows))
+        runs = self._runs_of(rows)
         self._steps.launch(self._launched + 1, rows, runs, self._routes_of(rows))
         self._launched += 1
         self._next[runs.slots] = runs.starts + runs.counts
+        self._found = None
         return self._launched
 
     def poll(self) -> StepRecord | None:
@@ -167,8 +171,11 @@ class DeviceRunner:
         self._slots.match_pages(batch.slots, batch.page_table, columns)
         return self._steps.step(batch, _find_runs(batch.slots, batch.positions))
 
-    def _positions(self, rows: StepRows) -> IntArray:
-        return np.where(rows.tokens == OWN_TOKEN, self._next[rows.slots], rows.positions)
+    def _runs_of(self, rows: StepRows) -> Runs:
+        if self._found is None or self._found[0] is not rows:
+            positions = np.where(rows.tokens == OWN_TOKEN, self._next[rows.slots], rows.positions)
+            self._found = rows, _find_runs(rows.slots, positions)
+        return self._found[1]
 
     def _routes_of(self, rows: StepRows) -> tuple[int, ...]:
         """Routes of the logit rows that the device decides, rising."""

@@ -48,9 +48,9 @@ class EagerSteps:
         inputs = RouteInputs.empty(_TRIAL_ROWS, self._decoder.device)
         return tuple(device_routes.works(route, output, inputs) for route in routes)
 
-    def quick(self, rows: StepRows, routes: tuple[int, ...]) -> bool:
+    def quick(self, rows: StepRows, runs: Runs, routes: tuple[int, ...]) -> bool:
         """A forward pass on a CPU takes milliseconds."""
-        del rows, routes
+        del rows, runs, routes
         return False
 
     def launch(self, number: int, rows: StepRows, runs: Runs, routes: tuple[int, ...]) -> None:

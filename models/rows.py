@@ -77,6 +77,15 @@ class RowDecoder(Protocol):
 
 
 @runtime_checkable
+class Planner(Protocol):
+    """A `RowDecoder` that runs some steps in another way where it is given their runs."""
+
+    def plans(self, rows: int, runs: Runs) -> bool:
+        """Whether that is faster for a step of so many rows than a graph, which was captured without runs."""
+        ...
+
+
+@runtime_checkable
 class Accompanied(Protocol):
     """A `RowDecoder` whose `forward` also runs elsewhere, where it is captured when it is captured here."""
 

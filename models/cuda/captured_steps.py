@@ -13,13 +13,13 @@ import torch
 
 from models import device_routes
 from models.batch import Batch, StepOutput
-from models.cuda.captured_shapes import Shape, Shapes
+from models.cuda.captured_shapes import NO_SHAPE, Shape, Shapes
 from models.cuda.graphs import GraphPool, borrowed
 from models.cuda.inbox import MAX_CHANGES, entry_of
 from models.cuda.step_kernels import StepKernels
 from models.device_routes import RouteError, RouteInputs
 from models.resident import DeviceRoute, StepRecord, StepRows
-from models.rows import Accompanied, RowDecoder, Rows, Runs
+from models.rows import Accompanied, Planner, RowDecoder, Rows, Runs
 from models.slots import Int32Array, SlotTable
 
 log = logging.getLogger(__name__)
@@ -57,11 +57,13 @@ class CudaSteps:
     def __init__(self, decoder: RowDecoder, slots: SlotTable, buckets: Sequence[int], *, extends: bool = True) -> None:
         self._decoder = decoder
         self._replaying = decoder.replaying if isinstance(decoder, Accompanied) else _unheard
+        self._plans = decoder.plans if isinstance(decoder, Planner) else _never
         self._slots = slots
         self._device = decoder.device
         self._shapes = Shapes(buckets, extends=extends)
-        wanted = max(buckets[-1], slots.max_slots)
-        self._kernels = StepKernels(slots, decoder.vocab_size, rows=buckets[-1], wanted=wanted, entries=_ENTRIES)
+        rows, wanted = self._shapes.most
+        wanted = max(wanted, slots.max_slots)
+        self._kernels = StepKernels(slots, decoder.vocab_size, rows=rows, wanted=wanted, entries=_ENTRIES)
         self._routes: tuple[DeviceRoute, ...] = ()
         self._decided: tuple[int, ...] = ()
         self._graphs: dict[Shape, _ShapeGraphs] = {}
@@ -181,10 +183,14 @@ class CudaSteps:
         inputs = self._kernels.route_inputs(number, wanted)
         self._kernels.answers[number, :wanted].copy_(device_routes.ask(self._routes[number], output, inputs))
 
-    def quick(self, rows: StepRows, routes: tuple[int, ...]) -> bool:
+    def quick(self, rows: StepRows, runs: Runs, routes: tuple[int, ...]) -> bool:
         """Whether the step is a replay of graphs."""
-        graphs = self._graphs.get(self._shapes.of(len(rows), len(rows.logit_rows)))
+        graphs = self._graphs.get(self._shape(rows, runs))
         return graphs is not None and bool(self._replays(graphs, routes))
+
+    def _shape(self, rows: StepRows, runs: Runs) -> Shape:
+        """The shape whose graphs a step replays; one that has none where kernels that are launched one by one are faster."""
+        return NO_SHAPE if self._plans(len(rows), runs) else self._shapes.of(len(rows), len(rows.logit_rows))
 
     def _replays(self, graphs: _ShapeGraphs, routes: tuple[int, ...]) -> list[torch.cuda.CUDAGraph]:
         """The graphs that make up a step; none when it was not captured."""
@@ -202,7 +208,7 @@ class CudaSteps:
             raise RuntimeError(
                 f"{len(self._open)} steps in flight, at most {_ENTRIES - 1} can be: poll their records first"
             )
-        shape = self._shapes.of(len(rows), len(rows.logit_rows))
+        shape = self._shape(rows, runs)
         graphs = self._graphs.get(shape)
         replays = self._replays(graphs, routes) if graphs is not None else []
         if replays:
@@ -275,7 +281,7 @@ class CudaSteps:
         """A forward pass that leaves the slot records alone; nothing may be in flight."""
         rows = StepRows(batch.slots, batch.tokens, batch.positions, batch.logit_rows)
         count = len(batch.logit_rows)
-        shape = self._shapes.of(len(rows), count)
+        shape = self._shape(rows, runs)
         graphs = self._graphs.get(shape)
         if graphs is None:
             with torch.inference_mode():
@@ -290,3 +296,8 @@ class CudaSteps:
 
 def _unheard(_rows: int, _logit_rows: int) -> None:
     """Nobody follows."""
+
+
+def _never(_rows: int, _runs: Runs) -> bool:
+    """A step is the same with runs as without."""
+    return False

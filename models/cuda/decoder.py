@@ -21,7 +21,7 @@ from models.cuda.heads import HeadShape
 from models.cuda.ragged_prefill import RaggedPrefill, flashinfer_present
 from models.cuda.shard import FusedSums, Shard
 from models.cuda.support import check_device, check_model
-from models.cuda.tiles import LEAST_ROWS, TileShape, choose_tiles
+from models.cuda.tiles import LEAST_ROWS, SMALL_ROWS, TileShape, choose_tiles
 from models.rope import rotary_table
 from models.rows import Rows, Runs
 from models.weights import Checkpoint, resolve_dtype
@@ -197,6 +197,10 @@ class CudaDecoder:
             if self.fast_path is not None and self.fast_path.takes(rows):
                 return self.fast_path.forward(rows)
             return self._forward(rows, self._attention(rows, runs))
+
+    def plans(self, rows: int, runs: Runs) -> bool:
+        """See `Planner`: long runs take FlashInfer's kernel, but for steps so small that launching their kernels takes longest."""
+        return rows > SMALL_ROWS and _long(runs) and self._has_ragged()
 
     def matrix(self, layer: int, kind: MatrixKind) -> torch.Tensor:
         """[outputs, inputs] one of a layer's matrices, valid until the next call."""

@@ -123,6 +123,10 @@ class LeadingDecoder:
                 self._ranks.lose(0, "a step broke off")
         return output
 
+    def plans(self, rows: int, runs: Runs) -> bool:
+        """See `Planner`."""
+        return self._part.plans(rows, runs)
+
     def replaying(self, rows: int, logit_rows: int) -> None:
         """A graph that holds a captured `forward` of so many rows is replayed next. Raises RankLostError."""
         self._ranks.tell(Replay(rows, logit_rows))

@@ -12,7 +12,7 @@ from models.cuda.kernels.overlap import can_overlap
 from models.cuda.products import check_products
 from models.cuda.shard import Shard
 from models.parallel.link import Load
-from models.rows import RowDecoder
+from models.rows import RowDecoder, Runs
 
 
 class Part(RowDecoder, Protocol):
@@ -30,6 +30,10 @@ class Part(RowDecoder, Protocol):
 
     def allocate_kv(self, num_pages: int) -> None:
         """Make room for so many pages."""
+        ...
+
+    def plans(self, rows: int, runs: Runs) -> bool:
+        """See `Planner`; every rank says the same."""
         ...
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,11 @@ from hypothesis import strategies as st
 from models.batch import Batch, StepOutput
 from models.device_routes import FAILED
 from models.device_runner import DeviceRunner
+from models.eager_steps import EagerSteps
 from models.kv_cache import KvCache
 from models.resident import NO_ROUTE, OWN_TOKEN, DeviceRoute, RoutedRows, SlotSetup, StepRecord, StepRows
-from models.slots import MAX_PARAMS, MAX_STOP_IDS
+from models.rows import Runs
+from models.slots import MAX_PARAMS, MAX_STOP_IDS, SlotTable
 from models.torch_rows import TorchRows
 from models.torch_runner import TorchRunner
 from tests.models.hash_rows import PAGE, VOCAB, HashRows
@@ -164,6 +167,45 @@ def test_calls_that_need_an_idle_device_say_so() -> None:
     assert runner.in_flight == 0
     assert runner.poll() is None
     runner.step(batch)
+
+
+class Watched(EagerSteps):
+    """Keeps what it hears of runs."""
+
+    def __init__(self, decoder: HashRows, slots: SlotTable) -> None:
+        super().__init__(decoder, slots)
+        self.heard: list[tuple[str, list[int], list[int]]] = []
+
+    def quick(self, rows: StepRows, runs: Runs, routes: tuple[int, ...]) -> bool:
+        self.heard.append(("quick", runs.starts.tolist(), runs.counts.tolist()))
+        return super().quick(rows, runs, routes)
+
+    def launch(self, number: int, rows: StepRows, runs: Runs, routes: tuple[int, ...]) -> None:
+        self.heard.append(("launch", runs.starts.tolist(), runs.counts.tolist()))
+        super().launch(number, rows, runs, routes)
+
+
+def test_runs_are_those_of_the_step_to_come() -> None:
+    decoder = HashRows(num_pages=60, max_pages=PAGES)
+    runner = DeviceRunner(decoder, max_slots=SLOTS, max_pages=PAGES, steps=partial(Watched, decoder))
+    steps = runner._steps
+    assert isinstance(steps, Watched)
+    runner.setup(plain(slot=2))
+    runner.set_pages(2, 0, [0, 1])
+    feed(runner, (2, 5, 0), (2, 6, 1))
+    own = StepRows(np.array([2]), np.array([OWN_TOKEN]), np.array([0]), np.array([0]))
+    for _ in range(2):
+        # The same object each time, as a worker gives it.
+        runner.quick(own)
+        runner.quick(own)
+        runner.launch(own)
+    assert steps.heard == [
+        ("launch", [0], [2]),
+        *[("quick", [2], [1])] * 2,
+        ("launch", [2], [1]),
+        *[("quick", [3], [1])] * 2,
+        ("launch", [3], [1]),
+    ]
 
 
 def test_a_row_without_logits_leaves_the_slot_as_it_was() -> None:

@@ -172,7 +172,8 @@ class GpuEngine:
         return {gpu: Memory(total=total, free=free) for gpu, (free, total) in found}
 
     def measure(self, prepare: Prepare) -> Claim:
-        """What the model takes, found out with a pool of one context: graphs are captured and the largest steps run.
+        """What the model takes, found out with a pool of one context: graphs are captured and the largest steps run. Kernels of
+        prefill are compiled on the way.
 
         Everything but the weights is given back.
 
@@ -186,11 +187,14 @@ class GpuEngine:
             meter.start_peak()
             runner = weights.runner(pages, model.max_requests, pages)
             prepare(runner)
+            # Later some of these steps would be replayed, and the kernels of such a size outside graphs stay uncompiled.
+            for step in prefill_steps(model, self.context):
+                weights.exercise(runner, step)
             before = meter.held()
             weights.capture(runner)
             # By this process's own allocator: what is free on the GPU changes with the other models that are being loaded.
             graphs = meter.held() - before
-            for step in (*prefill_steps(model, self.context), *largest_steps(model, self.context)):
+            for step in largest_steps(model, self.context):
                 weights.exercise(runner, step)
             peak = meter.peak()
         del runner

@@ -13,7 +13,7 @@ from models.sampler import SamplingRows
 from trouterd.config import Model
 
 _LEAST_PREFILL = 512
-"""Rows; smaller steps have graphs, or their kernels."""
+"""Rows; steps of up to half as many have graphs, or their kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class LargestStep:
 
 def prefill_steps(model: Model, context: int) -> Iterator[LargestStep]:
     """Short prompts: kernels are compiled by powers of two of a step's rows, and again where addresses are not aligned, which
-    takes seconds that nobody should wait for while others decode."""
+    takes seconds that nobody should wait for while others decode. To be run before graphs are captured."""
     size = min(_LEAST_PREFILL, model.max_batch_tokens, context)
     while size:
         for run in (size, size - 1):

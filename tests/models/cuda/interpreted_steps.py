@@ -170,7 +170,7 @@ class InterpretedSteps:
         self.kernels.set_routes(len(routes))
         return (True,) * len(routes)
 
-    def quick(self, rows: StepRows, routes: tuple[int, ...]) -> bool:
+    def quick(self, rows: StepRows, runs: Runs, routes: tuple[int, ...]) -> bool:
         return False
 
     def launch(self, number: int, rows: StepRows, runs: Runs, routes: tuple[int, ...]) -> None:

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from models.batch import Batch
+from models.cuda.captured_shapes import DECODE_ROWS, Shapes
 from models.device_runner import BUCKETS, DeviceRunner
 from models.kv_cache import KvCache
 from models.resident import OWN_TOKEN, DeviceRoute, RoutedRows, StepRecord, StepRows
+from models.rows import Runs
 from tests.models.cuda.draws import CUTS, KINDS, Bench, asked, edge_setups, random_logits, random_setups, reference
 from tests.models.hash_rows import PAGE, HashRows
 from tests.models.schedules import ROUTES, Schedule
@@ -101,7 +103,8 @@ def test_steps_beyond_the_largest_bucket_mix_with_captured_ones() -> None:
 
 
 def test_every_bucket() -> None:
-    slots = BUCKETS[-1]
+    buckets = [bucket for bucket in BUCKETS if bucket <= DECODE_ROWS]
+    slots = buckets[-1]
     runner, decoder = make(slots, buckets=BUCKETS)
     runner.capture()
     oracle = HashRows(num_pages=1, max_pages=PAGES)
@@ -109,7 +112,7 @@ def test_every_bucket() -> None:
         runner.setup(asked(slot=slot, prompt_length=1))
         runner.set_pages(slot, 0, [slot * PAGES, slot * PAGES + 1])
     ids: dict[int, list[int]] = {slot: [] for slot in range(slots)}
-    for bucket in BUCKETS:
+    for bucket in buckets:
         for count in {bucket, max(1, bucket - 1)}:
             every = np.arange(count)
             rows = StepRows(every, every % 90, np.zeros(count, np.int64), every)
@@ -125,6 +128,52 @@ def test_every_bucket() -> None:
             for slot in range(0, count, 7):
                 history = [*ids[slot], int(record.tokens[slot])]
                 assert second.tokens[slot] == oracle.output_of(history).logits.argmax()
+
+
+def test_every_extend() -> None:
+    """All token rows of a shape, dealt out to as many requests as it has logit rows, or one less."""
+    extends = [shape for shape in Shapes(BUCKETS, extends=True).all if shape[0] > shape[1]]
+    slots = max(wanted for _, wanted in extends)
+    runner, decoder = make(slots, buckets=BUCKETS)
+    runner.capture()
+    oracle = HashRows(num_pages=1, max_pages=PAGES)
+    for slot in range(slots):
+        runner.setup(asked(slot=slot, prompt_length=1))
+        runner.set_pages(slot, 0, list(range(slot * PAGES, slot * PAGES + 2)))
+    for total, wanted in extends:
+        for count in {wanted, max(1, wanted - 1)}:
+            lengths = [len(part) for part in np.array_split(np.arange(total), count)]
+            slot = np.repeat(np.arange(count), lengths)
+            place = np.concatenate([np.arange(length) for length in lengths])
+            rows = StepRows(slot, (slot + 3 * place) % 90, place, np.cumsum(lengths) - 1)
+            assert runner.quick(rows)
+            runner.launch(rows)
+            record = waited(runner)
+            assert record.alive.all()
+            for number, length in enumerate(lengths):
+                ids = [(number + 3 * known) % 90 for known in range(length)]
+                assert record.tokens[number] == oracle.output_of(ids).logits.argmax()
+
+
+class Planning(HashRows):
+    """`Planner`: larger steps with runs of several rows."""
+
+    def plans(self, rows: int, runs: Runs) -> bool:
+        return rows > 4 and bool(runs.counts.max() > 2)
+
+
+def test_steps_that_are_planned_are_launched_kernel_by_kernel() -> None:
+    decoder = Planning(num_pages=8 * PAGES, max_pages=PAGES, device="cuda")
+    runner = DeviceRunner(decoder, max_slots=8, max_pages=PAGES, buckets=(1, 2, 4, 8, 12, 16, 24))
+    runner.set_routes(ROUTES)
+    runner.capture()
+    run, last = np.arange(8), np.array([7])
+    assert not runner.quick(StepRows(run * 0, run, run, last))
+    assert runner.quick(StepRows(run * 0 + run // 2, run, run % 2, last))
+    assert runner.quick(StepRows(run[:4] * 0, run[:4], run[:4], last - 4))
+    played = play(runner, decoder, 8, 7)
+    played.run(200)
+    assert played.dead
 
 
 def waited(runner: DeviceRunner) -> StepRecord:

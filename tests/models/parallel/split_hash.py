@@ -42,6 +42,9 @@ class SplitHash(HashRows):
         self.num_pages = num_pages
         self._pool = torch.full((num_pages + 1, PAGE), -7, dtype=torch.int64, device=self.device)
 
+    def plans(self, rows: int, runs: Runs) -> bool:
+        return False
+
     def forward(self, rows: Rows, runs: Runs | None = None) -> StepOutput:
         if runs is not None:
             check_runs(rows, runs)
