@@ -8,7 +8,7 @@ import torch
 
 from models.config import ModelConfig
 from models.cuda.decoder_weights import LayerWeights
-from models.cuda.megakernel import MAX_ROWS, SERVED_ROWS, Launcher, Megakernel, unsupported
+from models.cuda.megakernel import MAX_ROWS, Launcher, Megakernel, served_rows, unsupported
 from models.cuda.nvcc import find_nvcc
 from models.cuda.packed_weights import KINDS, PackedWeights
 from models.cuda.unpacker import Unpacker
@@ -42,6 +42,7 @@ class Packer:
         alone: bool | None = None,
     ) -> None:
         self.alone = _is_large(config, device) if alone is None else alone
+        self.share = share
         # Under MPS this is the number of SMs that this process may use at once: all blocks must be resident.
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
         grid = max(1, int(share * processors))
@@ -75,7 +76,7 @@ class FastSteps:
         self._decoder = decoder
         self._launcher = launcher
         # Beyond these rows products of plain matrices are faster, unless each has to be unpacked first.
-        self._most_rows = MAX_ROWS if packer.alone else SERVED_ROWS
+        self._most_rows = MAX_ROWS if packer.alone else served_rows(packer.share)
         self.weights = packer.weights
         held = decoder.weights
         self.weights.put_ends(held.embedding, held.norm, held.head)

@@ -16,16 +16,23 @@ from models.cuda.packed_weights import KINDS, PackedWeights, shape_problem
 from models.rows import Rows
 
 MAX_ROWS = 64
-SERVED_ROWS = 32
-"""Larger steps go another way, which is faster there. On an H200 a step of 8, 32 and 64 rows of Qwen3-0.6B took 0.82, 1.43 and
-2.3 ms (1.27, 1.6 and 2.0 ms by cuBLAS and Triton), one of 8, 32 and 64 rows of Qwen3-32B 15.1, 17.2 and 25.7 ms (18.5 ms of 8
-and 20.5 ms of 64)."""
+SERVED_ROWS, DIVIDED_ROWS = 24, 12
+"""Larger steps go another way, which is faster there: where the kernel has most of the multiprocessors, and where half of them or
+fewer. On an H200 decode steps of 8, 16, 24 and 32 rows of Qwen3-0.6B with R2R's head took, at contexts of 512 tokens, 1.11, 1.56,
+1.92 and 2.31 ms on 80 % (1.46, 1.65, 1.99 and 1.97 by cuBLAS and Triton), of 4 and 16 rows at 600 tokens 1.12 and 2.01 ms on 40 %
+(1.43 and 1.78). One of 8, 32 and 64 rows of Qwen3-32B took 15.1, 17.2 and 25.7 ms (18.5 ms of 8 and 20.5 ms of 64)."""
+_HALF = 0.5
 ROW_COUNTS = (8, 16, 32, 64)
 """Rows for which the kernel is compiled; a step takes the smallest that holds it."""
 KEY_TILE = 16
 """A page holds a multiple of so many tokens."""
 _QUERY_BLOCK = 64
 _SOURCES = Path(__file__).parent / "mega"
+
+
+def served_rows(share: float) -> int:
+    """Most rows of a step that is faster in the kernel, where it takes this part of the multiprocessors."""
+    return SERVED_ROWS if share > _HALF else DIVIDED_ROWS
 
 
 class Launcher(Protocol):
@@ -81,7 +88,7 @@ class Megakernel:
         v_cache: torch.Tensor,
         rotations: torch.Tensor,
         launcher: Launcher | None = None,
-        most_rows: int = SERVED_ROWS,
+        most_rows: int = MAX_ROWS,
     ) -> None:
         self.weights = weights
         self._most_rows = most_rows

@@ -34,8 +34,8 @@ class NoLauncher:
         raise AssertionError("nothing is to be started here")
 
 
-def packer_of(directory: Path, vocab_size: int, alone: bool = False) -> Packer:
-    return Packer(ModelConfig.load(directory), vocab_size=vocab_size, device=CPU, alone=alone)
+def packer_of(directory: Path, vocab_size: int, alone: bool = False, share: float = 1.0) -> Packer:
+    return Packer(ModelConfig.load(directory), vocab_size=vocab_size, device=CPU, share=share, alone=alone)
 
 
 def decoder_of(directory: Path, packer: Packer) -> CudaDecoder:
@@ -95,14 +95,19 @@ def test_packed_as_the_reference(tmp_path: Path, family: str, alone: bool) -> No
     assert torch.equal(fast.weights.final_norm, wanted.final_norm)
 
 
-def test_kernel_goes_with_its_pool(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("share", "alone", "most"),
+    [(1.0, False, 24), (0.8, False, 24), (0.5, False, 12), (0.25, False, 12), (0.5, True, 64)],
+)
+def test_kernel_goes_with_its_pool(tmp_path: Path, share: float, alone: bool, most: int) -> None:
     directory = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16, **WIDE)
-    packer = packer_of(directory, VOCAB)
+    packer = packer_of(directory, VOCAB, alone, share)
     decoder = decoder_of(directory, packer)
     fast = FastSteps(decoder, packer, NoLauncher())
     fast.attach()
     assert isinstance(decoder.fast_path, Megakernel)
-    for rows, wanted, taken in ((1, 0, True), (32, 32, True), (33, 1, False), (8, 33, False), (0, 0, False)):
+    sizes = ((1, 0, True), (most, most, True), (most + 1, 1, False), (8, most + 1, False), (0, 0, False))
+    for rows, wanted, taken in sizes:
         assert decoder.fast_path.takes(empty_rows(rows, wanted)) is taken
     assert any(tensor is decoder.k_cache for tensor in decoder.fast_path._tensors)
     fast.detach()
