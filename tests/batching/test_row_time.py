@@ -18,6 +18,9 @@ from trouterd.batching.row_time import Extends, RowTime, fed, rows_told
 RECORDED = Path(__file__).with_name("recorded_step.json")
 """Of bench.step on a CPU: a random Qwen3 of 4 layers, decode at contexts 64 and 384, extend at 256."""
 
+KEPT = Path(__file__).parents[2] / "bench/results/1x-h200"
+"""Results that are part of the repository."""
+
 SECONDS = st.floats(0, 10)
 EXTENDS = st.builds(
     Extends, st.lists(st.tuples(st.integers(1, 64), st.integers(2, 32), SECONDS), min_size=1, max_size=12).map(tuple)
@@ -63,6 +66,16 @@ def test_lines_between_measured_extends() -> None:
     for bad in ((), ((1, 1, 0.1),), ((0, 2, 0.1),), ((1, 2, -0.1),), ((1, 2, float("nan")),)):
         with pytest.raises(NetworkError, match="extend steps"):
             Extends(bad)
+
+
+@pytest.mark.parametrize(
+    ("model", "decode", "visits"), [("Qwen3-0.6B", 2.02e-3, 2.73e-3), ("Qwen3-32B", 19.0e-3, 30.7e-3)]
+)
+def test_files_that_are_kept(model: str, decode: float, visits: float) -> None:
+    measured = read_step_time(KEPT / f"{model}.step.json", 1024)
+    assert measured.model == model
+    assert measured.time.decode.of(16) == pytest.approx(decode, rel=0.01)
+    assert measured.time.at(10).of(16) == pytest.approx(visits, rel=0.03)
 
 
 @pytest.mark.parametrize(
