@@ -1,7 +1,7 @@
 """Experiment f: ways in which models share one card, beside a card for each; what that does to steps and to the tail.
 
-- As it is: under MPS, the persistent kernel of the small model on 80 % of the multiprocessors for the whole of its steps.
-- Divided: that kernel on a smaller part of them (`megakernel_percent`), so that the large model's kernels have the rest; or with
+- As it is: under MPS, the persistent kernel of the small model on 40 % of the multiprocessors for the whole of its steps.
+- Divided: that kernel on another part of them (`megakernel_percent`), of which the large model's kernels have the rest; or with
   a persistent kernel of the large model on the rest.
 - In turns: one model at a time (`batching.overlap = false`), on the daemon as it is.
 - Without MPS, and with MPS limits of the large model, which come last: its matrix library gives wrong products on some.
@@ -21,7 +21,7 @@ from bench.experiment_setup import Setup
 from trouterd.batching.placement import SEPARATE, SHARED
 from trouterd.worker.engine import SHARED_PART
 
-KERNEL = (30, 12, 60, 20, 40, 80)
+KERNEL = (20, 80, 12, 60, 40)
 """Percent of the multiprocessors for the persistent kernel; the first ones say most."""
 BOTH = (20, 40)
 """Percent for that of the small model where the large one has a persistent kernel on the rest."""

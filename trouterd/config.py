@@ -265,8 +265,9 @@ class Model(Section, frozen=True):
     megakernel: Annotated[
         Literal["auto", "on", "off"],
         Meta(
-            description="GPU: run steps of up to 32 rows as one persistent kernel. 'auto' is the smallest model of a GPU whose"
-            " shape allows it, unless another model there says 'on'. Several can say 'on' with megakernel_percent of 100 in all."
+            description="GPU: run steps of few rows as one persistent kernel: up to 24; up to 12 on half of the GPU or less; up to"
+            " 64 of a model that is too large to be kept in two forms. 'auto' is the smallest model of a GPU whose shape allows it,"
+            " unless another model there says 'on'. Several can say 'on' with megakernel_percent of 100 in all."
         ),
     ] = "auto"
     megakernel_percent: Annotated[
@@ -274,8 +275,8 @@ class Model(Section, frozen=True):
         Meta(
             ge=0,
             le=100,
-            description="Part of the GPU's multiprocessors that the persistent kernel takes; 0 = 80 where models of this daemon"
-            " share the GPU, else 100. For a GPU that other programs use too.",
+            description="Part of the GPU's multiprocessors that the persistent kernel takes; 0 = 40 where models of this daemon"
+            " share the GPU, else 100. For a GPU that other programs use too, and for a large model's kernel on a shared one.",
         ),
     ] = 0
     sm_percent: Annotated[

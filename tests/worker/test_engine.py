@@ -83,4 +83,4 @@ def test_a_persistent_kernel_leaves_room_on_a_shared_gpu() -> None:
         small = Model(path="m", device="cuda:0", megakernel_percent=percent)
         return kernel_share("small", Config(models={"small": small, "large": Model(path="m", device=device)}))
 
-    assert [share("cuda:0", 0), share("cuda:1", 0), share("cuda:0", 50), share("cuda:1", 50)] == [0.8, 1.0, 0.5, 0.5]
+    assert [share("cuda:0", 0), share("cuda:1", 0), share("cuda:0", 50), share("cuda:1", 50)] == [0.4, 1.0, 0.5, 0.5]

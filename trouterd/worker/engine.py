@@ -42,9 +42,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SHARED_PART = 0.8
-"""Of a shared GPU's multiprocessors, what a persistent kernel takes: a large model loses nothing by it, and kernels of others
-start sooner."""
+SHARED_PART = 0.4
+"""Of a shared GPU's multiprocessors, what a persistent kernel takes until its step ends. On an H200 a step of 4 rows of Qwen3-0.6B
+takes 1.12 ms on 40 % of them and 1.08 on 80 %. Without pause beside steps of Qwen3-32B, which take 18 ms alone, it takes 2.22 and
+1.48, and these take 25 and 44: on 40 % more is done in all."""
 
 
 @dataclass(frozen=True, slots=True)
