@@ -143,8 +143,8 @@ class Batching(Section, frozen=True):
     overlap: Annotated[
         bool,
         Meta(
-            description="Models run side by side; false: they take turns, one step at a time in the whole daemon and none queued"
-            " behind another, to measure what running side by side brings.",
+            description="Models run side by side; false: they take turns, so that the steps of one model at a time run in the whole"
+            " daemon. Models of a GPU that start so can each have the persistent kernel on all of it.",
             extra=LIVE,
         ),
     ] = True
@@ -266,7 +266,8 @@ class Model(Section, frozen=True):
         Literal["auto", "on", "off"],
         Meta(
             description="GPU: run steps of up to 32 rows as one persistent kernel. 'auto' is the smallest model of a GPU whose"
-            " shape allows it, unless another model there says 'on'. Several can say 'on' with megakernel_percent of 100 in all."
+            " shape allows it, unless another model there says 'on'. Several can say 'on' with megakernel_percent of 100 in all,"
+            " or where models take turns (batching.overlap)."
         ),
     ] = "auto"
     megakernel_percent: Annotated[
@@ -275,7 +276,7 @@ class Model(Section, frozen=True):
             ge=0,
             le=100,
             description="Part of the GPU's multiprocessors that the persistent kernel takes; 0 = 80 where models of this daemon"
-            " share the GPU, else 100. For a GPU that other programs use too.",
+            " share the GPU side by side, else 100. For a GPU that other programs use too.",
         ),
     ] = 0
     sm_percent: Annotated[
