@@ -126,8 +126,14 @@ def _sharing_kernel(name: str, model: Model, config: Config) -> Model:
     """The persistent kernel as in a daemon of all models of the GPU: who has it there has it on a part of the GPU."""
     sharers = {other: config.models[other] for other in config.sharing(model.gpus[0])}
     # What only the GPU itself can rule out is ruled out by the server: then none has it.
-    if name not in megakernel_owners(sharers, lambda one: one.tensor_parallel == 1):
+    owners = megakernel_owners(sharers, lambda one: one.tensor_parallel == 1)
+    if name not in owners:
         return msgspec.structs.replace(model, megakernel="off")
+    if len(owners) > 1 and sum(kernel_share(owner, config) for owner in owners) > 1:
+        raise ValueError(
+            f"models.{name}.megakernel: servers of their own take no turns; divide the GPU of {' and '.join(owners)}"
+            " (megakernel_percent), or set one to 'off'"
+        )
     return msgspec.structs.replace(model, megakernel_percent=round(100 * kernel_share(name, config)))
 
 

@@ -143,8 +143,8 @@ class Batching(Section, frozen=True):
     overlap: Annotated[
         bool,
         Meta(
-            description="Models run side by side; false: they take turns, one step at a time in the whole daemon and none queued"
-            " behind another, to measure what running side by side brings.",
+            description="Models run side by side; false: they take turns, so that the steps of one model at a time run in the whole"
+            " daemon. Models of a GPU that start so can each have the persistent kernel on all of it.",
             extra=LIVE,
         ),
     ] = True
@@ -267,7 +267,8 @@ class Model(Section, frozen=True):
         Meta(
             description="GPU: run steps of few rows as one persistent kernel: up to 24; up to 12 on half of the GPU or less; up to"
             " 64 of a model that is too large to be kept in two forms. 'auto' is the smallest model of a GPU whose shape allows it,"
-            " unless another model there says 'on'. Several can say 'on' with megakernel_percent of 100 in all."
+            " unless another model there says 'on'. Several can say 'on' with megakernel_percent of 100 in all,"
+            " or where models take turns (batching.overlap)."
         ),
     ] = "auto"
     megakernel_percent: Annotated[
@@ -276,7 +277,8 @@ class Model(Section, frozen=True):
             ge=0,
             le=100,
             description="Part of the GPU's multiprocessors that the persistent kernel takes; 0 = 40 where models of this daemon"
-            " share the GPU, else 100. For a GPU that other programs use too, and for a large model's kernel on a shared one.",
+            " share the GPU side by side, else 100. For a GPU that other programs use too, and for a large model's kernel on a"
+            " shared one.",
         ),
     ] = 0
     sm_percent: Annotated[

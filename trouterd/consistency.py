@@ -181,14 +181,17 @@ def _gpu_problems(config: Config) -> list[str]:
 
 def _megakernel_problems(config: Config) -> list[str]:
     """Persistent kernels on one GPU whose blocks are not all there at once could wait for each other for ever."""
+    if not config.batching.overlap:
+        return []
     problems = []
     for gpu in config.shared_gpus:
         asked = [name for name in config.sharing(gpu) if config.models[name].megakernel == "on"]
         parts = [config.models[name].megakernel_percent for name in asked]
         if len(asked) > 1 and (min(parts) == 0 or sum(parts) > 100):
             problems.append(
-                f"models.{asked[1]}.megakernel: on GPU {gpu} '{asked[0]}' says 'on' as well; set one of them to 'off', or divide"
-                " the GPU: megakernel_percent of all that say 'on', 100 in all at most"
+                f"models.{asked[1]}.megakernel: on GPU {gpu} '{asked[0]}' says 'on' as well; set one of them to 'off', divide the"
+                " GPU (megakernel_percent of all that say 'on', 100 in all at most), or let them take turns (batching.overlap ="
+                " false)"
             )
     return list(dict.fromkeys(problems))
 

@@ -183,8 +183,8 @@ def test_mistakes_about_shared_gpus_are_named(file: Path) -> None:
     assert found == [f"models.{name}.sm_percent: works through MPS, but gpu.mps is 'off'" for name in "xy"]
     kernel = "path = 'weights/small'\ndevice = 'cuda'\nmegakernel = 'on'\n"
     both = (
-        "models.y.megakernel: on GPU 0 'x' says 'on' as well; set one of them to 'off', or divide the GPU: megakernel_percent of"
-        " all that say 'on', 100 in all at most"
+        "models.y.megakernel: on GPU 0 'x' says 'on' as well; set one of them to 'off', divide the GPU (megakernel_percent of all"
+        " that say 'on', 100 in all at most), or let them take turns (batching.overlap = false)"
     )
     for x, y in ((0, 0), (0, 20), (21, 80)):
         parts = [f"{kernel}megakernel_percent = {percent}\n" for percent in (x, y)]
@@ -192,6 +192,8 @@ def test_mistakes_about_shared_gpus_are_named(file: Path) -> None:
     file.write_text(
         f"{BASIC}\n[models.x]\n{kernel}megakernel_percent = 20\n[models.y]\n{kernel}megakernel_percent = 80\n"
     )
+    load(file, {})
+    file.write_text(f"{BASIC}\n[batching]\noverlap = false\n[models.x]\n{kernel}[models.y]\n{kernel}")
     load(file, {})
     apart = kernel.replace("'cuda'", "'cuda:1'")
     file.write_text(f"{BASIC}\n[models.x]\n{kernel}[models.y]\n{apart}")

@@ -16,7 +16,7 @@ from models.transformers_runner import TransformersRunner
 from tests.models.foreign import tiny_foreign
 from tests.models.test_defer import PLAIN, deferring
 from tests.models.tiny import tiny_qwen3
-from trouterd.config import Config, Model
+from trouterd.config import Batching, Config, Model
 from trouterd.demo import SMALL_DIRECTORY
 from trouterd.worker.engine import Engine, kernel_share, load_model
 from trouterd.worker.route import build_side
@@ -79,8 +79,10 @@ def test_the_architecture_decides_who_runs_it(tmp_path: Path) -> None:
 
 
 def test_a_persistent_kernel_leaves_room_on_a_shared_gpu() -> None:
-    def share(device: str, percent: int) -> float:
+    def share(device: str, percent: int, *, overlap: bool = True) -> float:
         small = Model(path="m", device="cuda:0", megakernel_percent=percent)
-        return kernel_share("small", Config(models={"small": small, "large": Model(path="m", device=device)}))
+        models = {"small": small, "large": Model(path="m", device=device)}
+        return kernel_share("small", Config(models=models, batching=Batching(overlap=overlap)))
 
     assert [share("cuda:0", 0), share("cuda:1", 0), share("cuda:0", 50), share("cuda:1", 50)] == [0.4, 1.0, 0.5, 0.5]
+    assert [share("cuda:0", 0, overlap=False), share("cuda:0", 50, overlap=False)] == [1.0, 0.5]

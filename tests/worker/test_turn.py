@@ -18,11 +18,12 @@ import pytest
 
 from models.script import ScriptRunner
 from tests.harness import Cluster
+from tests.worker.resident import FakeResident
 from trouterd.calls import Refused
 from trouterd.config import Batching as Settings
 from trouterd.config import Route, Server
 from trouterd.worker.batching import Batching
-from trouterd.worker.turn import Turn, TurnError
+from trouterd.worker.turn import Turn, TurnError, whole_turn
 
 WORKER = textwrap.dedent(
     """
@@ -113,6 +114,30 @@ def test_a_turn_that_is_not_wanted_any_more_is_given_back(tmp_path: Path) -> Non
     assert start(tmp_path, "b", 1, 0, 1).wait() == 0
 
 
+def test_a_whole_turn_is_waited_for_and_kept(tmp_path: Path) -> None:
+    """Nobody else has one meanwhile, and the next one comes when it ends."""
+    holder = holding(tmp_path, 0.2)
+    with whole_turn(tmp_path / "lock"):
+        assert holder.wait() == 0
+        (tmp_path / "a.here").unlink()
+        other = start(tmp_path, "b", 1, 0, 1)
+        while not (tmp_path / "b.here").exists():
+            assert other.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(0.2)
+        assert (tmp_path / "log").read_text() == "a"
+    assert other.wait() == 0
+    assert (tmp_path / "log").read_text() == "ab"
+
+
+def test_a_whole_turn_that_cannot_come_is_an_error(tmp_path: Path) -> None:
+    with (
+        pytest.raises(TurnError, match=r"batching\.overlap: cannot open .*/nowhere/lock: No such file"),
+        whole_turn(tmp_path / "nowhere" / "lock"),
+    ):
+        pass
+
+
 class SharedTurn:
     """A turn that somebody else has whenever it is asked for first, and that comes at once then."""
 
@@ -120,7 +145,12 @@ class SharedTurn:
         del path
         self.granted = granted
         self.held = self.used = False
+        self.others = True
+        """Somebody waits, whoever asks."""
         self.taken = 0
+
+    def wanted(self) -> bool:
+        return self.others
 
     def take(self) -> bool:
         if not self.held:
@@ -164,6 +194,24 @@ async def test_no_turn_is_taken_for_nothing(tmp_path: Path, monkeypatch: pytest.
         await cluster.generate("demo", [1], max_tokens=3)
         await cluster.settled()
     assert made[0].taken == cluster.workers["m"].stepper.steps
+    assert not made[0].held
+
+
+@pytest.mark.parametrize(("others", "most"), [(False, 2), (True, 1)])
+async def test_steps_are_queued_in_a_turn_that_nobody_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: bool, most: int
+) -> None:
+    made: list[SharedTurn] = []
+    monkeypatch.setattr("trouterd.worker.turn.Turn", lambda *args: made.append(SharedTurn(*args)) or made[0])
+    device = FakeResident(ScriptRunner([1], vocab_size=4, cycle=True), patience=3)
+    cluster = Cluster({"m": device}, {"demo": Route(models=["m"])})
+    cluster.workers["m"].turns.configure(tmp_path)
+    made[0].others = others
+    async with cluster.running(), asyncio.timeout(20):
+        await cluster.generate("demo", [1], max_tokens=9)
+        await cluster.settled()
+    assert device.most_in_flight == most
+    assert (made[0].taken == len(device.launched)) == others
     assert not made[0].held
 
 

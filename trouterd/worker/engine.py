@@ -225,7 +225,8 @@ def kernel_share(name: str, config: Config) -> float:
     model = config.models[name]
     if model.megakernel_percent:
         return model.megakernel_percent / 100
-    return SHARED_PART if len(config.sharing(model.gpus[0])) > 1 else 1.0
+    together = config.batching.overlap and len(config.sharing(model.gpus[0])) > 1
+    return SHARED_PART if together else 1.0
 
 
 def open_torch_runner(model: Model, shape: Shape, pages: int, context: int) -> PooledRunner:

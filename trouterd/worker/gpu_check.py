@@ -149,8 +149,9 @@ def may_use_megakernel(name: str, config: Config, host: Host) -> bool:
 
     The kernel's blocks wait for each other, so that all of them must be on the GPU at once. Two such kernels side by side
     could each hold what the other waits for: of models that share a GPU those get it that say "on", several only on parts that
-    add up to one GPU; if none does, the one with the fewest weights: it takes most steps, and gains most where steps are short.
-    A large model that is visited feeds some tokens of every request at once, more rows than the kernel is fast at.
+    add up to one GPU, or where models take turns; if none does, the one with the fewest weights: it takes most steps, and gains
+    most where steps are short. A large model that is visited feeds some tokens of every request at once, more rows than the
+    kernel is fast at.
 
     Raises:
         ModelError: the model says "on" and cannot, with the reason.

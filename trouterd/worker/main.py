@@ -10,10 +10,10 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -42,10 +42,12 @@ from trouterd.worker.sizing import agree
 from trouterd.worker.slot_setups import SlotSetups
 from trouterd.worker.split import with_ranks
 from trouterd.worker.tracing import Tracing
+from trouterd.worker.turn import TurnError, whole_turn
 from trouterd.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 API_NAME = "api"
 BYTES_PER_TOKEN = 5
 """Of a message: the id and its writer."""
@@ -273,8 +275,8 @@ async def _run(control: Control, ranks: Ranks | None) -> int:
             partial(use_device, device),
         )
         if isinstance(loaded.engine, GpuEngine):
-            await asyncio.to_thread(loaded.engine.capture, engine.runner)
-    except (ModelError, ScriptError, AlgorithmError, Refused) as error:
+            await asyncio.to_thread(_in_turn, config, partial(loaded.engine.capture, engine.runner))
+    except (ModelError, ScriptError, AlgorithmError, Refused, TurnError) as error:
         control.fatal(str(error))
         return 1
     except CallError as error:
@@ -282,6 +284,15 @@ async def _run(control: Control, ranks: Ranks | None) -> int:
         control.last_words(str(error))
         return 1
     return await _serve(control, worker, engine, loaded)
+
+
+def _in_turn(config: Config, work: Callable[[], T]) -> T:
+    """Steps before the first request: models that take turns do so here as well, since each of their persistent kernels may need
+    the whole GPU. Raises TurnError."""
+    if config.batching.overlap:
+        return work()
+    with whole_turn(config.turn_file):
+        return work()
 
 
 async def _open(control: Control, loaded: Loaded, routes: Mapping[str, WorkerRoute]) -> Engine:
@@ -293,7 +304,7 @@ async def _open(control: Control, loaded: Loaded, routes: Mapping[str, WorkerRou
         if is_resident(runner):
             SlotSetups(runner, routes.values())  # gives it the routes, which its graphs take in
 
-    claim = await asyncio.to_thread(loaded.engine.measure, prepare)
+    claim = await asyncio.to_thread(_in_turn, control.config, partial(loaded.engine.measure, prepare))
     tokens = await agree(control, claim, loaded.engine.memory)
     runner, kv = await asyncio.to_thread(loaded.engine.open, tokens)
     return Engine(runner, kv)

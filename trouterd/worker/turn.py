@@ -1,4 +1,4 @@
-"""Models that take turns: one step at a time in a whole daemon, to measure what running side by side brings."""
+"""Models that take turns: one of them at a time has the whole GPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import fcntl
 import os
 import queue
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _TURN, _QUEUE = 0, 1
@@ -70,8 +70,15 @@ class Turn:
         self.used = self.held
         return self.held
 
+    def wanted(self) -> bool:
+        """Whether another worker waits for the turn that this one holds. Raises TurnError."""
+        if not self._lock(_QUEUE):
+            return True
+        self._unlock(_QUEUE)
+        return False
+
     def give_back(self) -> None:
-        """The step has ended, and what it decided is on its way to the others. Raises TurnError."""
+        """The steps have ended, and what they decided is on its way to the others. Raises TurnError."""
         self.held = self.used = False
         self._unlock(_TURN)
 
@@ -112,6 +119,32 @@ class Turn:
             raise TurnError(f"batching.overlap: cannot lock {self._path} any more: {error.strerror}") from error
 
 
+@contextmanager
+def whole_turn(path: Path) -> Iterator[None]:
+    """The turn, waited for in this thread and kept for the block: a worker that starts has steps to run, too.
+
+    Args:
+        path: as of `Turn`, which this process must not have yet: the system frees all its locks of a file with any of them.
+
+    Raises:
+        TurnError: the file cannot be opened or locked.
+    """
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise TurnError(f"batching.overlap: cannot open {path}: {error.strerror}") from error
+    try:
+        try:
+            for byte in (_QUEUE, _TURN):
+                fcntl.lockf(file, fcntl.LOCK_EX, 1, byte)
+            fcntl.lockf(file, fcntl.LOCK_UN, 1, _QUEUE)
+        except OSError as error:
+            raise TurnError(f"batching.overlap: cannot lock {path}: {error.strerror}") from error
+        yield
+    finally:
+        os.close(file)
+
+
 class Turns:
     """Whether a worker waits for its turn: a live setting, in force from one step to the next.
 
@@ -123,10 +156,10 @@ class Turns:
         self._granted = granted
         self._turn: Turn | None = None
         self.taken = False
-        """A step is launched while no other one runs, here or at another worker."""
+        """Steps are launched while no other worker's run."""
 
     def configure(self, path: Path | None) -> None:
-        """From now on launch a step only while no other worker of the daemon runs one, and none behind a running one.
+        """From now on launch a step only while no other worker of the daemon runs one.
 
         Args:
             path: the lock file that the workers share; None: launch freely.
@@ -141,6 +174,10 @@ class Turns:
     def take(self) -> bool:
         """Whether it is this worker's turn, to be used; see `Turn.take`."""
         return self._turn is not None and self._turn.take()
+
+    def wanted(self) -> bool:
+        """Whether another worker waits: then no further step is queued in this turn."""
+        return self._turn is not None and self._turn.wanted()
 
     def end(self, in_flight: int) -> None:
         """The loop could launch its next step: a turn that was used is over when none of its steps is in flight."""

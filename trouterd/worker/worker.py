@@ -179,7 +179,7 @@ class Worker:
             if due > now:
                 return due
             if self.turns.taken:
-                if self.stepper.in_flight or not self.scheduler.wanted:
+                if not self.scheduler.wanted or (self.stepper.in_flight and self.turns.wanted()):
                     return NEVER
                 # Before the plan: requests of one that is not launched would have to stand back in the next.
                 if not self.turns.take():
