@@ -20,7 +20,10 @@ RECORD = 8
 scratch of split tiles this task's cell and that of the tile's first task. A task without keys is none."""
 
 
-@triton.jit(do_not_specialize=["rows", "goal", "capacity", "cells"])
+@triton.jit(
+    do_not_specialize=["rows", "goal", "capacity", "cells"],
+    do_not_specialize_on_alignment=["positions", "leaders", "counts", "slots"],
+)
 def _list_tasks(
     positions: tl.tensor,
     leaders: tl.tensor,

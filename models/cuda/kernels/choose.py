@@ -185,7 +185,10 @@ def _is_cut(record, likeliest, token, line, best, temperature):
     return cut
 
 
-@triton.jit(do_not_specialize=["rows_held", "R", "entries", "entry_words", "parts", "routes", "ends"])
+@triton.jit(
+    do_not_specialize=["rows_held", "R", "entries", "entry_words", "parts", "routes", "ends"],
+    do_not_specialize_on_alignment=["positions", "slots", "logit_rows"],
+)
 def choose(
     logits: tl.tensor,
     cells: tl.tensor,

@@ -86,7 +86,10 @@ def finish_rows(
     tl.store(clock + TURN, turn + 1)
 
 
-@triton.jit(do_not_specialize=["entries", "entry_words", "rows_held", "R"])
+@triton.jit(
+    do_not_specialize=["entries", "entry_words", "rows_held", "R"],
+    do_not_specialize_on_alignment=["positions", "slots", "logit_rows"],
+)
 def finish(
     tokens: tl.tensor,
     answers: tl.tensor,

@@ -85,7 +85,10 @@ def _place(
     tl.store(counts + place, tl.where(there, count, 1), mask=inside)
 
 
-@triton.jit(do_not_specialize=["entries", "entry_words", "span", "total", "total_wanted"])
+@triton.jit(
+    do_not_specialize=["entries", "entry_words", "span", "total", "total_wanted"],
+    do_not_specialize_on_alignment=["tokens", "positions", "slots", "leaders", "counts", "logit_rows"],
+)
 def ingest(
     inbox: tl.tensor,
     fetched: tl.tensor,

@@ -56,7 +56,10 @@ def heights(whole, chunk, vocab, CHUNK: tl.constexpr):
     return tempered(unbanned(x, name, record, index), best, temperature), name
 
 
-@triton.jit(do_not_specialize=["rows_held"])
+@triton.jit(
+    do_not_specialize=["rows_held"],
+    do_not_specialize_on_alignment=["positions", "slots", "logit_rows"],
+)
 def weigh(
     logits: tl.tensor,
     cells: tl.tensor,

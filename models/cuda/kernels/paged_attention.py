@@ -70,7 +70,7 @@ def _attend(
     return largest, weight, result
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "page_table"])
 def _paged_attention(
     qkv: tl.tensor,
     keys: tl.tensor,

@@ -9,7 +9,7 @@ import triton.language as tl
 from models.cuda.kernels.overlap import launch_options
 
 
-@triton.jit(do_not_specialize=["limit"])
+@triton.jit(do_not_specialize=["limit"], do_not_specialize_on_alignment=["index"])
 def _rms_norm(
     source: tl.tensor,
     delta: tl.tensor,

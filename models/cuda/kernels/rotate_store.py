@@ -12,7 +12,7 @@ from models.cuda.kernels.overlap import launch_options
 _BLOCK_HEADS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots", "page_table"])
 def _rotate_store(
     qkv: tl.tensor,
     norms: tl.tensor,

@@ -85,7 +85,10 @@ def tempered(x, best, temperature):
     return tl.where(y == 0.0, 0.0, y)
 
 
-@triton.jit(do_not_specialize=["rows_held"])
+@triton.jit(
+    do_not_specialize=["rows_held"],
+    do_not_specialize_on_alignment=["positions", "slots", "logit_rows"],
+)
 def scan(
     logits: tl.tensor,
     cells: tl.tensor,
