@@ -109,6 +109,11 @@ class DeviceRunner:
         return self._steps.graph_bytes
 
     @property
+    def routes(self) -> int:
+        """How many are set."""
+        return len(self._decided)
+
+    @property
     def in_flight(self) -> int:
         """Steps launched and not yet polled."""
         return self._launched - self._polled

@@ -14,6 +14,7 @@ from models.batch import ModelRunner
 from models.config import ModelConfig, ModelError
 from models.cuda import products
 from models.device_runner import DeviceRunner
+from models.resident import DeviceRoute, RoutedRows
 from models.shape import load_shape
 from models.torch_rows import TorchRows
 from models.torch_runner import TorchRunner
@@ -22,7 +23,7 @@ from trouterd.config import Model
 from trouterd.memory import Footprint, Memory
 from trouterd.worker import engine as engine_module
 from trouterd.worker.gpu_engine import DecoderWeights, GpuEngine, TorchWeights
-from trouterd.worker.largest_step import LargestStep, largest_steps, prefill_steps
+from trouterd.worker.trial_step import TrialStep, first_steps, largest_steps
 
 torch.set_num_threads(1)
 PAGE = 4
@@ -65,7 +66,7 @@ class Accounted:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.steps: list[LargestStep] = []
+        self.steps: list[TrialStep] = []
         self.order: list[str] = []
         device.hold("weights", 400)
 
@@ -78,10 +79,10 @@ class Accounted:
         self.order.append("capture")
         self.device.hold("graphs", 80)
 
-    def exercise(self, runner: ModelRunner, step: LargestStep) -> None:
+    def exercise(self, runner: ModelRunner, step: TrialStep) -> None:
         self.order.append("step")
         self.steps.append(step)
-        self.device.hold("step", 3 * (step.singles + step.run))
+        self.device.hold("step", 3 * sum(step.counts))
         self.device.hold("step", 0)
 
     def release(self) -> None:
@@ -104,8 +105,8 @@ def test_all_that_a_model_takes_is_measured_and_given_back() -> None:
     claim = one.measure(lambda runner: weights.order.append("prepare"))
     assert claim.footprint == Footprint(weights=400, graphs=80, workspace=96, kv_bytes_per_token=3)
     assert (claim.page_size, claim.context, claim.most, claim.fixed_tokens) == (PAGE, 100, 500, 0)
-    order = ["pool of 25", "prepare", *["step"] * 2, "capture", *["step"] * 2]
-    assert weights.order == order, "graphs take the routes in, and prefill is tried without them"
+    order = ["pool of 25", "prepare", *["step"] * 3, "capture", *["step"] * 2]
+    assert weights.order == order, "graphs take the routes in, and the first steps are tried without them"
     assert device.held() == 400
     assert one.memory() == {1: Memory(total=10_000, free=9_600)}
 
@@ -122,8 +123,10 @@ def test_opened_with_whole_pages() -> None:
     assert kv.capacity_tokens == 200
     assert kv.page_table.shape == (5, 25)
     assert "graphs" not in device.parts, "captured when the runner knows its routes"
+    weights.order.clear()
     one.capture(runner)
     assert device.parts["graphs"] == 80
+    assert weights.order == ["step", "capture"]
 
 
 @pytest.mark.parametrize(
@@ -151,32 +154,40 @@ def test_lack_of_memory_is_one_line(total: int, act: Callable[[GpuEngine], objec
 
 def test_largest_steps_are_as_large_as_they_can_get() -> None:
     prompt, many = largest_steps(model(), 100)
-    assert (prompt.singles, prompt.run) == (0, 32)
-    assert (many.singles, many.run) == (4, 28)
+    assert (prompt.counts, prompt.wanted) == ((32,), 1)
+    assert (many.counts, many.wanted) == ((1, 1, 1, 1, 28), 5)
     short, *_ = largest_steps(model(), 20)
-    assert (short.singles, short.run) == (0, 20)
+    assert short.counts == (20,)
     (only,) = largest_steps(Model(path="m", max_requests=1), 4096)
-    assert (only.singles, only.run) == (0, 512)
+    assert only.counts == (512,)
 
 
-def test_every_kind_of_prefill_is_tried_before_anybody_waits_for_it() -> None:
-    def runs(tokens: int, context: int) -> list[int]:
-        tried = list(prefill_steps(Model(path="m", max_batch_tokens=tokens), context))
-        assert all(step.context == step.run and step.singles == 0 for step in tried)
-        return [step.run for step in tried]
+def test_every_kind_of_step_is_tried_before_anybody_waits_for_it() -> None:
+    def rows(context: int = 4096, **keys: object) -> list[int]:
+        tried = list(first_steps(Model(path="m", **keys), context))  # type: ignore[arg-type]
+        assert all(step.rows().positions.max() < context for step in tried)
+        *prompts, read, beside = tried
+        assert all(max(step.counts) <= 1024 and step.wanted == len(step.counts) for step in prompts)
+        assert read.wanted == 0
+        assert read.counts == prompts[0].counts
+        assert beside.wanted == len(beside.counts)
+        return [sum(step.counts) for step in prompts]
 
-    assert runs(512, 4096) == [512, 511]
-    assert runs(3000, 4096) == [512, 511, 1024, 1023, 2048, 2047, 3000, 2999]
-    assert runs(4096, 800) == [512, 511, 800, 799]
-    assert runs(1, 4096) == [1]
+    assert rows() == [512]
+    assert rows(max_batch_tokens=3000) == [512, 1024, 2048, 3000]
+    assert rows(max_batch_tokens=8192)[-1] == 8192
+    assert rows(800, max_batch_tokens=4096) == [512, 1024, 2048, 4096], "of several prompts"
+    assert rows(100, max_batch_tokens=4096, max_requests=3) == [300]
+    assert rows(max_batch_tokens=16) == [16]
+    assert rows(graphs=False) == [8, 16, 32, 64, 128, 256, 512]
 
 
 def test_step_ends_a_full_context() -> None:
-    batch = LargestStep(singles=2, run=3, context=10, page_size=PAGE).batch()
+    batch = TrialStep((1, 1, 3), context=10, page_size=PAGE, wanted=3).batch()
     assert batch.slots.tolist() == [0, 1, 2, 2, 2]
     assert batch.positions.tolist() == [0, 0, 7, 8, 9]
     assert batch.logit_rows.tolist() == [0, 1, 4]
-    assert batch.page_table.tolist() == [[0, 0, 0], [0, 0, 0], [0, 1, 2]]
+    assert batch.page_table.tolist() == [[0, 1, 2]] * 3
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +210,7 @@ def test_torch_runner_is_exercised_and_its_pool_replaced(directory: Path) -> Non
     assert opened is runner
     assert runner.num_pages == kv.capacity_tokens // PAGE == 24
     fresh = TorchRunner.load(directory, num_pages=24, page_size=PAGE, context_length=64)
-    batch = LargestStep(singles=3, run=20, context=64, page_size=PAGE).batch()
+    batch = TrialStep((1, 1, 1, 20), context=64, page_size=PAGE, wanted=4).batch()
     assert torch.equal(runner.step(batch).logits, fresh.step(batch).logits)
 
 
@@ -248,9 +259,33 @@ def test_device_runner_is_exercised_and_made_anew_for_its_pool(directory: Path) 
     assert runner is not seen[0]
     assert (runner.depth, runner.num_pages, kv.capacity_tokens) == (3, 24, 96)
     one.capture(runner)
-    batch = LargestStep(singles=1, run=2, context=64, page_size=PAGE).batch()
+    batch = TrialStep((1, 2), context=64, page_size=PAGE, wanted=2).batch()
     batch.page_table = np.resize(batch.page_table, kv.page_table.shape)
     assert runner.step(batch).logits.shape[0] == 2
+
+
+def test_every_route_decides_some_rows_and_many_before_anybody_waits(directory: Path) -> None:
+    decoder = PooledRows(load(directory))
+    settings = Model(path="m", device="cuda:1", page_size=PAGE, max_batch_tokens=80, max_requests=70)
+    one = GpuEngine("m", settings, DecoderWeights(decoder, settings), 64, Device())
+    asked: dict[str, list[int]] = {"a": [], "b": []}
+
+    def route(name: str) -> DeviceRoute:
+        def decide(rows: RoutedRows) -> torch.Tensor:
+            asked[name].append(len(rows.tokens))
+            assert (rows.params["p"] == 1).all()
+            return torch.zeros_like(rows.tokens)
+
+        return DeviceRoute(name, decide, ("p",))
+
+    def prepare(runner: ModelRunner) -> None:
+        assert isinstance(runner, DeviceRunner)
+        assert runner.set_routes([route("a"), route("b")]) == (True, True)
+        assert runner.routes == 2
+        asked.update(a=[], b=[])
+
+    one.measure(prepare)
+    assert asked == {"a": [8, 16, 1, 70], "b": [8, 16, 70]}
 
 
 def test_a_limit_that_breaks_products_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

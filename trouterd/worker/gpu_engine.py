@@ -18,7 +18,7 @@ from models.rows import RowDecoder
 from models.sampler import sample
 from trouterd.config import Model
 from trouterd.memory import Claim, Footprint, Memory, gib
-from trouterd.worker.largest_step import LargestStep, largest_steps, prefill_steps
+from trouterd.worker.trial_step import TrialStep, first_steps, largest_steps
 
 _POLL = 1e-3
 Prepare = Callable[[ModelRunner], None]
@@ -49,7 +49,7 @@ class Weights(Protocol):
         """Capture the runner's graphs, if it has any."""
         ...
 
-    def exercise(self, runner: ModelRunner, step: LargestStep) -> None:
+    def exercise(self, runner: ModelRunner, step: TrialStep) -> None:
         """Run a step and wait for its end."""
         ...
 
@@ -74,7 +74,7 @@ class TorchWeights:
     def capture(self, runner: ModelRunner) -> None:
         """There is nothing to capture."""
 
-    def exercise(self, runner: ModelRunner, step: LargestStep) -> None:
+    def exercise(self, runner: ModelRunner, step: TrialStep) -> None:
         """A forward pass, and sampling."""
         output = runner.step(step.batch())
         sample(output.logits, step.sampling())
@@ -135,12 +135,12 @@ class DecoderWeights:
         if self._graphs and isinstance(runner, DeviceRunner):
             runner.capture()
 
-    def exercise(self, runner: ModelRunner, step: LargestStep) -> None:
-        """A forward pass with all that follows it on the device."""
+    def exercise(self, runner: ModelRunner, step: TrialStep) -> None:
+        """A forward pass with all that follows it on the device, each of the runner's routes included."""
         if isinstance(runner, DeviceRunner):
-            for setup in step.setups():
+            for setup, pages in zip(step.setups(runner.routes), step.pages, strict=True):
                 runner.setup(setup)
-            runner.set_pages(step.singles, 0, range(step.pages))
+                runner.set_pages(setup.slot, 0, range(pages))
             runner.launch(step.rows())
             while runner.poll() is None:
                 time.sleep(_POLL)
@@ -172,10 +172,8 @@ class GpuEngine:
         return {gpu: Memory(total=total, free=free) for gpu, (free, total) in found}
 
     def measure(self, prepare: Prepare) -> Claim:
-        """What the model takes, found out with a pool of one context: graphs are captured and the largest steps run. Kernels of
-        prefill are compiled on the way.
-
-        Everything but the weights is given back.
+        """What the model takes, found out with a pool of one context: the first steps are run, graphs are captured, the largest
+        steps run. Everything but the weights is given back; kernels that were compiled stay.
 
         Raises:
             ModelError: not even that fits.
@@ -187,8 +185,8 @@ class GpuEngine:
             meter.start_peak()
             runner = weights.runner(pages, model.max_requests, pages)
             prepare(runner)
-            # Later some of these steps would be replayed, and the kernels of such a size outside graphs stay uncompiled.
-            for step in prefill_steps(model, self.context):
+            # Later some of them would be replayed, and what such a step needs outside graphs would not be there.
+            for step in first_steps(model, self.context):
                 weights.exercise(runner, step)
             before = meter.held()
             weights.capture(runner)
@@ -226,8 +224,14 @@ class GpuEngine:
             return self.weights.runner(pages, *kv.page_table.shape), kv
 
     def capture(self, runner: ModelRunner) -> None:
-        """Capture the graphs of an opened model that is ready to decode. Raises ModelError: the memory is not there any more."""
+        """Run a step on an opened model that knows its routes, and capture its graphs. To be called in the thread that will run
+        steps: libraries have handles for each thread, made when it first calls them.
+
+        Raises:
+            ModelError: the memory is not there any more.
+        """
         with _short_of_memory("gpu.memory_fraction", "CUDA graphs", self.meter):
+            self.weights.exercise(runner, next(first_steps(self.model, self.context)))
             self.weights.capture(runner)
 
 

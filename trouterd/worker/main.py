@@ -275,7 +275,7 @@ async def _run(control: Control, ranks: Ranks | None) -> int:
             partial(use_device, device),
         )
         if isinstance(loaded.engine, GpuEngine):
-            await asyncio.to_thread(_in_turn, config, partial(loaded.engine.capture, engine.runner))
+            await worker.prepare(partial(_in_turn, config, partial(loaded.engine.capture, engine.runner)))
     except (ModelError, ScriptError, AlgorithmError, Refused, TurnError) as error:
         control.fatal(str(error))
         return 1

@@ -128,6 +128,10 @@ class Worker:
         """A step runs, or is queued."""
         return self.stepper.in_flight > 0 or self.stepper.started > 0
 
+    async def prepare(self, work: Callable[[], None]) -> None:
+        """Do something in the thread that runs steps, before the first of them."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
     def stop(self) -> None:
         """Let the decode loop end after the step in progress."""
         self._closing = True
