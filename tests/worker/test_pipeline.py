@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.worker.lookup_rows import device_runner
 from tests.worker.resident import FakeResident
 from tests.worker.test_oracle import MODELS, PROMPT
 from trouterd.config import Route
+from trouterd.worker import pipeline
 from trouterd.worker.gauges import gauges
 from trouterd.worker.pipeline import PipelinedStepper
 from trouterd.worker.synchronous import SynchronousStepper
@@ -96,6 +98,38 @@ async def test_rows_behind_the_first_are_the_devices_own(depth: int) -> None:
     assert device.dead_rows == 0
     assert all(rows is others[0] for rows in others)
     assert device.most_in_flight == depth
+
+
+async def test_a_launch_that_takes_long_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = FakeResident(scripted(SMALL))
+    with caplog.at_level("INFO"):
+        async with alone(device).running() as cluster:
+            await cluster.generate("small", [1] * 20, max_tokens=2)
+            assert "took" not in caplog.text
+            monkeypatch.setattr(pipeline, "SLOW_LAUNCH", -1.0)
+            await cluster.generate("small", [2] * 17, max_tokens=2)
+    assert caplog.messages[-1].startswith("the launch of a step of 17 rows, 1 of them decided, took 0.0 s")
+
+
+async def test_work_ahead_of_the_first_step_has_the_thread_of_steps() -> None:
+    threads: list[threading.Thread] = []
+
+    class Noted(LookupRunner):
+        inline = False
+
+        def step(self, batch: Batch) -> StepOutput:
+            threads.append(threading.current_thread())
+            return super().step(batch)
+
+    cluster = alone(Noted(MODELS["small"]))
+    await cluster.workers["small"].prepare(lambda: threads.append(threading.current_thread()))
+    async with cluster.running():
+        await cluster.generate("small", PROMPT, max_tokens=2)
+    assert len(threads) == 3
+    assert len(set(threads)) == 1
+    assert threads[0] is not threading.main_thread()
 
 
 async def test_nothing_is_committed_before_its_record() -> None:

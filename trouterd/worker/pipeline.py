@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,10 @@ from trouterd.worker.slot_setups import SlotSetups
 from trouterd.worker.stepper import NEVER, Outcome
 from trouterd.worker.synchronous import SynchronousStepper
 
+log = logging.getLogger(__name__)
+
+SLOW_LAUNCH = 2.0
+"""Seconds: a launch that takes longer has most likely waited for a compiler, which was to be over when the worker was ready."""
 GAP = 0.25e-3
 """Seconds of idle device between two steps that one does not have to queue ahead to avoid: a step is not worth it when the chance
 that all its rows are dead, times its length, is more."""
@@ -113,7 +118,7 @@ class PipelinedStepper:
         if self.runner.quick(rows):
             number = self.runner.launch(rows)
         else:
-            number = await asyncio.get_running_loop().run_in_executor(self._thread, self.runner.launch, rows)
+            number = await self._launch_elsewhere(rows)
         self._flights.append(_Flight(number, chunks, len(rows), routes, time.monotonic()))
         for chunk in chunks:
             chunk.request.chained = chunk.wants_logits
@@ -133,6 +138,20 @@ class PipelinedStepper:
     def nap(self, now: float) -> float:
         """Most of what is left of a long step."""
         return self._pace.nap(self._flights[0].rows, now - self.started) if self._flights else 0.0
+
+    async def _launch_elsewhere(self, rows: StepRows) -> int:
+        """Launch in the thread for what takes milliseconds of host time."""
+        begun = time.monotonic()
+        number = await asyncio.get_running_loop().run_in_executor(self._thread, self.runner.launch, rows)
+        seconds = time.monotonic() - begun
+        if seconds > SLOW_LAUNCH:
+            log.info(
+                "the launch of a step of %d rows, %d of them decided, took %.1f s: the first one of its kind?",
+                len(rows),
+                len(rows.logit_rows),
+                seconds,
+            )
+        return number
 
     def _alone_outcome(self) -> Outcome | None:
         outcome = self._alone.poll()
