@@ -57,10 +57,12 @@ def test_lines_between_measured_extends() -> None:
     extends = Extends(((2, 2, 1.0), (2, 4, 3.0), (8, 2, 4.0), (8, 4, 8.0)))
     assert extends.seconds(2, 4) == 3
     assert extends.seconds(2, 1.5) == 0.5  # from nothing at one row on
-    assert extends.seconds(5, 3) == pytest.approx((2 + 6) / 2)
-    assert extends.seconds(1, 4) == 3  # below the smallest batch
-    # Eight rows of two requests are sixteen in all: between 8 rows, which take 3, and 32, which take 8.
-    assert extends.seconds(2, 8) == pytest.approx(3 + 5 * 8 / 24)
+    assert extends.seconds(5, 2) == pytest.approx((1 + 4) / 2)
+    # Fifteen rows in all are nearly sixteen, which take 4, and eight take 3; between requests and rows of each it is (2 + 6) / 2.
+    assert extends.seconds(5, 3) == pytest.approx(3 + 7 / 8)
+    assert extends.seconds(1, 3) == 1  # below the smallest batch, as few rows as two requests of two have
+    assert extends.seconds(2, 8) == 4  # more rows than measured of two requests: sixteen in all
+    assert extends.seconds(2, 12) == pytest.approx(4 + 4 / 2)
     assert extends.seconds(8, 8) == 16
     assert extends.seconds(16, 4) == 16
     for bad in ((), ((1, 1, 0.1),), ((0, 2, 0.1),), ((1, 2, -0.1),), ((1, 2, float("nan")),)):
@@ -76,6 +78,27 @@ def test_files_that_are_kept(model: str, decode: float, visits: float) -> None:
     assert measured.model == model
     assert measured.time.decode.of(16) == pytest.approx(decode, rel=0.01)
     assert measured.time.at(10).of(16) == pytest.approx(visits, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "one_row", "measured"),
+    [(4, 3, 18.14, 18.24), (14, 3, 18.42, 19.47), (40, 3, 19.67, 22.82), (12, 10, 18.40, 22.73)],
+)
+def test_extends_between_measured_ones(batch: int, rows: int, one_row: float, measured: float) -> None:
+    """Qwen3-32B on an H200, milliseconds: extend steps at context 1024, and steps of other sizes, measured apart at context 600.
+
+    There is a jump from 128 to 160 rows in all. Twelve requests of ten rows are on this side of it, sixteen on the other, so that
+    half of what these take, with requests and rows of each alone, would be 26.2.
+    """
+    steps = ((1, 0.12, 0.13), (4, 0.0, 1.10), (16, 0.63, 11.21), (32, 2.02, 23.12), (64, 8.66, 55.53))
+    extends = Extends(
+        tuple((own, count, more) for own, *both in steps for count, more in zip((3, 10), both, strict=True))
+    )
+    for own, count, more in extends.cases:
+        assert extends.seconds(own, count) == more
+    assert one_row + extends.seconds(batch, rows) == pytest.approx(measured, rel=0.055)
+    time = RowTime(StepTime.affine(one_row), extends)
+    assert time.at(rows).of(batch) == pytest.approx(one_row + extends.seconds(batch, rows))
 
 
 @pytest.mark.parametrize(

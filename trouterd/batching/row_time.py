@@ -16,9 +16,13 @@ from trouterd.batching.network import Floats, Network, NetworkError, StepTime
 class Extends:
     """Measured extend steps: what they take beyond the decode step of the same requests.
 
-    Between measured sizes the time is a line in both directions; a step that is measured to take less than one with fewer rows of
-    the same requests is taken to last as long. Beyond the most rows of a batch size it is that of as many rows in all, each size at
-    its most; beyond those, and beyond the largest batch, it grows in proportion.
+    Between measured sizes there are two readings: by requests and rows of each, a line in both directions; and by rows in all,
+    which products go by, a line between all cases. The lower one holds, since a step's time rises the faster the more rows it has
+    and a line over such a rise is too high. Measured cases stay what they are, but for one that took less than one with fewer rows
+    of the same requests: it is taken to last as long.
+
+    Beyond the most rows of a batch size only the rows in all count; beyond most of those, and beyond the largest batch, the time
+    grows in proportion.
 
     Args:
         cases: (requests, rows of each, seconds more than with one row each), in any order; at least one, with two rows or more.
@@ -54,9 +58,10 @@ class Extends:
             own: _risen([(1.0, 0.0), *((float(count), more) for _, count, more in cases)])
             for own, cases in groupby(sorted(self.cases), key=lambda case: case[0])
         }
-        most = _risen([(own * curve[0][-1], float(curve[1][-1])) for own, curve in curves.items()])
-        found = [_at(curve, own, rows, most) for own, curve in curves.items()]
-        return _in_proportion(batch, np.array(list(curves), dtype=np.float64), np.array(found))
+        in_all = _risen([(float(own * count), more) for own, count, more in self.cases])
+        found = [_at(curve, own, rows, in_all) for own, curve in curves.items()]
+        between = _in_proportion(batch, np.array(list(curves), dtype=np.float64), np.array(found))
+        return min(between, _in_proportion(batch * rows, *in_all))
 
 
 def _risen(points: Sequence[tuple[float, float]]) -> tuple[Floats, Floats]:
@@ -65,12 +70,11 @@ def _risen(points: Sequence[tuple[float, float]]) -> tuple[Floats, Floats]:
     return sizes, np.maximum.accumulate(seconds)
 
 
-def _at(curve: tuple[Floats, Floats], batch: int, rows: float, most: tuple[Floats, Floats]) -> float:
-    """Of a measured batch size; `most` is by rows in all."""
-    within = float(np.interp(rows, *curve))
+def _at(curve: tuple[Floats, Floats], batch: int, rows: float, in_all: tuple[Floats, Floats]) -> float:
+    """Of a measured batch size; `in_all` is by rows of all requests."""
     if rows <= curve[0][-1]:
-        return within
-    return max(within, _in_proportion(batch * rows, *most))
+        return float(np.interp(rows, *curve))
+    return _in_proportion(batch * rows, *in_all)
 
 
 def _in_proportion(size: float, sizes: Floats, seconds: Floats) -> float:
@@ -110,7 +114,8 @@ class RowTime:
             return self.decode
         sizes = {size for size, _ in self.decode.points}
         if self.extends is not None:
-            sizes |= set(map(float, self.extends.batches))
+            # Each of them: with the rows of a visit, lines by rows in all have their ends anywhere.
+            sizes |= set(map(float, range(1, self.extends.batches[-1] + 1)))
         # Twice the largest: from there on the last slope goes on.
         sizes |= {2 * max(sizes)}
         return StepTime(tuple((size, self.decode.of(size) + self._more(size, rows)) for size in sorted(sizes)))
