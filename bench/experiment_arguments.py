@@ -111,7 +111,7 @@ def _parser(experiments: Sequence[str], description: str | None) -> argparse.Arg
         default=(),
         metavar="LIST",
         help="for plans: by how much another running model prolongs a step, of all models or of each"
-        " (0.25,4 for two on one GPU; f measures it)",
+        " (1.5,0.35 for two on one GPU; f measures it)",
     )
     windows.add_argument("--handoff-ms", type=float, default=_HANDOFF_MS, metavar="MS", help="for plans (0.3)")
     windows.add_argument(

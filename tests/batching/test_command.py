@@ -189,7 +189,7 @@ def test_two_placements(capsys: pytest.CaptureFixture[str]) -> None:
     result = answer(capsys, [*OUTLOOK, "--concurrency", "1,16"])
     shared, separate = result["placements"]
     assert (shared["gpus"], separate["gpus"]) == (1, 2)
-    assert (shared["contention"], separate["contention"]) == ([0.25, 4.0], [0, 0])
+    assert (shared["contention"], separate["contention"]) == ([1.5, 0.35], [0, 0])
     assert result["large_only"] == "model 1"
     for place in (shared, separate):
         alone, busy = place["expected"]
@@ -200,14 +200,14 @@ def test_two_placements(capsys: pytest.CaptureFixture[str]) -> None:
         assert alone["large_only"]["gpu_seconds_per_1000_tokens"] == pytest.approx(18.238)
         assert busy["cost_ratio"] == pytest.approx(place["gpus"] / busy["speed_up"])
         assert busy["eager_tokens_per_second"] < busy["tokens_per_second"] < busy["ideal_tokens_per_second"]
-    given = answer(capsys, ["batching", "plan", *OUTLOOK[2:6], "--contention", "0.25,4", "--concurrency", "16"])
+    given = answer(capsys, ["batching", "plan", *OUTLOOK[2:6], "--contention", "1.5,0.35", "--concurrency", "16"])
     assert given["best"]["tokens_per_second"] == shared["expected"][1]["tokens_per_second"]
 
 
 def test_outlook_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert ctl.main([*OUTLOOK, "--concurrency", "1,16", "--price", "3.6"]) == ctl.EXIT_OK
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("shared, 1 GPU; share of steps: model 0 74.1%, model 1 25.9%; contention: model 0 0.25")
+    assert lines[0].startswith("shared, 1 GPU; share of steps: model 0 74.1%, model 1 25.9%; contention: model 0 1.5, ")
     assert lines[6].startswith("separate, 2 GPUs; ")
     assert lines[2].split("  ")[0] == "REQUESTS"
     cells = lines[4].split()

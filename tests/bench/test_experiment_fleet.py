@@ -79,9 +79,9 @@ PLANNED = case(R2R.key, 16, "planned")
 def test_what_is_known_beforehand() -> None:
     fleet = FakeFleet()
     found = record(opened(fleet, known()), PLANNED)
-    assert found.facts["contention"] == [0.25, 4.0]
+    assert found.facts["contention"] == [1.5, 0.35]
     assert found.facts["contention_by"] == "assumed"
-    assert fleet.told == [("pin", (dict(zip(NAMES, expected((0.25, 4.0)), strict=True)), 16))]
+    assert fleet.told == [("pin", (dict(zip(NAMES, expected((1.5, 0.35)), strict=True)), 16))]
 
 
 def test_windows_before_tell_it() -> None:

@@ -260,7 +260,7 @@ def test_setups() -> None:
     assert setup("cuda:0", "cuda:1").placement == "separate"
     assert setup("cuda:0", "cuda:0", tensor_parallel=(1, 2)).placement == "shared"
     assert setup("cuda:0", "cuda:0", tensor_parallel=(1, 2)).pair == "Qwen3-0.6B+Qwen3-32B-TP2"
-    assert setup("cuda:0", "cuda:0").contention == (0.25, 4.0)
+    assert setup("cuda:0", "cuda:0").contention == (1.5, 0.35)
     assert setup("cuda:0", "cuda:1").contention == ()
     given = Setup(("Qwen3-0.6B", "Qwen3-32B"), ("cuda:0", "cuda:1"), (1, 1), given_contention=(0.1, 4.0))
     assert given.contention == (0.1, 4.0)

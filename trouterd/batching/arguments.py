@@ -134,7 +134,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         type=_list_of(_placement),
         default=(),
         metavar="LIST",
-        help="shared: the models of a pair on the same GPUs under MPS, 0.25,4 without --contention; separate: each on its own;"
+        help="shared: the models of a pair on the same GPUs under MPS, 1.5,0.35 without --contention; separate: each on its own;"
         " both give a table each",
     )
     plan.add_argument(

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from trouterd.batching.network import Network, NetworkError
 
 SHARED, SEPARATE = PLACEMENTS = ("shared", "separate")
-FASTER, SLOWER = 0.25, 4.0
-"""Contention of two models on one GPU under MPS, of which the faster one has the persistent kernel on 80 % of the
-multiprocessors: in windows of Qwen3-0.6B and 32B on one H200, steps of the 32B lost 0.7 to 0.9 of the time that they had company.
-Without that kernel it is 1.8 and 0.06 there, for which plans for this one are nearly as good; the other way round they are not.
-By default the kernel has 40 % now, where steps without pause give 0.8 and 0.4; windows have not been measured."""
+FASTER, SLOWER = 1.5, 0.35
+"""Contention of two models on one GPU under MPS, of which the faster one has the persistent kernel on 40 % of the multiprocessors.
+
+On one H200 it depends on the batches: 0.7 to 1.0 and 0.3 to 0.45 for Qwen3-0.6B and 32B where that kernel takes the small steps, of
+4 to 16 rows; 1.5 to 2.2 and 0.2 to 0.35 where cuBLAS and Triton take them, of 48. Of single pairs this one gives the thresholds that
+lose least where it depends on them so: at most 2 %. Lower ones lose more than higher ones (docs/batching.md, Contention)."""
 
 
 @dataclass(frozen=True)
