@@ -7,6 +7,7 @@ import pytest
 from tests.batching.loads import REFERENCE, Reference, load, paper_pair
 from trouterd.batching.chain import solve
 from trouterd.batching.network import Network, StepTime, keep_commit
+from trouterd.batching.placement import FASTER, SLOWER
 from trouterd.batching.policies import constant
 from trouterd.batching.predictor import Predictor
 from trouterd.batching.search import all_feasible, search
@@ -32,7 +33,7 @@ def test_reference_values(case: Reference) -> None:
     assert found.steps_per_second == predictor.steps_per_second(case.concurrency, found.thresholds)
 
 
-@pytest.mark.parametrize("contention", [(0, 0), (1, 1), (1.8, 0.06), (0.25, 4)])
+@pytest.mark.parametrize("contention", [(0, 0), (1, 1), (1.8, 0.06), (0.25, 4), (FASTER, SLOWER)])
 @pytest.mark.parametrize("moves", [(0.35, 1.0), (1 / 9, 1.0), (0.15, 0.15)])
 def test_exact_chain(moves: tuple[float, float], contention: tuple[float, float]) -> None:
     """Wherever both run: throughput, and what the choice costs."""
@@ -54,7 +55,7 @@ def test_published_tokens() -> None:
 
 
 @pytest.mark.parametrize("thresholds", [(1, 1), (2, 14), (8, 9)])
-@pytest.mark.parametrize("contention", [(0.5, 0.5), (1.8, 0.06), (0.25, 4)])
+@pytest.mark.parametrize("contention", [(0.5, 0.5), (1.8, 0.06), (0.25, 4), (FASTER, SLOWER)])
 def test_simulator_under_partial_contention(contention: tuple[float, float], thresholds: tuple[int, int]) -> None:
     pair = Network.pair((StepTime.affine(1, 0.01), StepTime.affine(8, 0.05)), 0.35, contention=contention)
     outcome = simulate(pair, constant(thresholds), MarkovWorkload(pair.routing, 16, 3), 20_000)
