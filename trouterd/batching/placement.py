@@ -12,8 +12,8 @@ FASTER, SLOWER = 1.5, 0.35
 """Contention of two models on one GPU under MPS, of which the faster one has the persistent kernel on 40 % of the multiprocessors.
 
 On one H200 it goes by the batch: for Qwen3-0.6B and 32B 0.7 to 1.0 and 0.3 to 0.45 where that kernel takes the small steps, of 4 to
-16 rows; 1.5 to 2.2 and 0.2 to 0.35 where cuBLAS and Triton take them, of 48. Of single pairs this one has the thresholds that lose
-least then, 2 % at most. Lower ones lose more, higher ones only make eager launches look worse (docs/batching.md, Contention)."""
+16 rows; 1.5 to 2.2 and 0.2 to 0.35 where cuBLAS and Triton take them, of 48. Thresholds by this one pair for all of them lose 2 %
+at most, as simulated. Lower ones lose more, higher ones make eager launches look worse (docs/batching.md, Contention)."""
 
 
 @dataclass(frozen=True)
