@@ -1,8 +1,8 @@
 """The work list of paged attention, made on the device once per step from positions and runs.
 
 Rows of a run are cut into tiles, a tile's keys into ranges of about the same length over all tiles: one task each, so that
-few long contexts fill the device as well as many short ones. Later rows come first: their contexts are the longest, and a
-launch ends soonest if it does not begin the long ones last.
+few long contexts fill the device as well as many short ones. The longest tasks come first, since a launch ends soonest if it
+does not begin them last; in steps of many rows, which are prompts mostly, the later rows do, whose contexts are the longest.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import triton.language as tl
 
 from models.cuda.tiles import TileShape
 
+MOST_SORTED = 256
+"""Rows of a step up to which tasks are sorted, each row against each."""
 RECORD = 8
 """Words of a task: first row of its tile, rows of the tile, slot, first key, key after the last, tasks of the tile, and in the
 scratch of split tiles this task's cell and that of the tile's first task. A task without keys is none."""
@@ -40,6 +42,7 @@ def _list_tasks(
     LEAST_KEYS: tl.constexpr,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    SORTED: tl.constexpr,
 ):
     row = tl.arange(0, BLOCK)
     inside = row < rows
@@ -57,7 +60,11 @@ def _list_tasks(
     size = tl.cdiv(tl.cdiv(length, tl.maximum(count, 1)), BLOCK_KEYS) * BLOCK_KEYS
     count = tl.cdiv(length, tl.maximum(size, 1))
     total = tl.sum(count, axis=0)
-    place = total - tl.cumsum(count, axis=0)
+    if SORTED:
+        longer = (size[None, :] > size[:, None]) | ((size[None, :] == size[:, None]) & (row[None, :] > row[:, None]))
+        place = tl.sum(tl.where(longer, count[None, :], 0), axis=1)
+    else:
+        place = total - tl.cumsum(count, axis=0)
     parts = tl.where(count > 1, count, 0)
     cell = tl.cumsum(parts, axis=0) - parts
     for number in range(tl.max(count, axis=0)):
@@ -152,6 +159,7 @@ def list_tasks(
         LEAST_KEYS=shape.least_keys,
         WORDS=RECORD,
         BLOCK=block,
-        num_warps=min(max(block // 128, 2), 16),
+        SORTED=block <= MOST_SORTED,
+        num_warps=min(max(block // 32, 2), 8) if block <= MOST_SORTED else min(max(block // 128, 2), 16),
     )
     return TaskList(tasks, tickets, tile_rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from pathlib import Path
@@ -17,7 +18,7 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "run test_interpreted.py"
 from models.config import ModelConfig
 from models.cuda.decoder import CudaDecoder
 from models.cuda.heads import HeadShape
-from models.cuda.kernels.attention_tasks import TaskList, list_tasks
+from models.cuda.kernels.attention_tasks import MOST_SORTED, TaskList, list_tasks
 from models.cuda.kernels.paged_attention import AttentionScratch, paged_attention
 from models.cuda.kernels.rms_norm import rms_norm
 from models.cuda.kernels.rotate_store import rotate_store
@@ -142,12 +143,16 @@ def in_use(tasks: TaskList) -> list[list[int]]:
     return [record for record in tasks.tasks.tolist() if record[3] < record[4]]
 
 
+def by_tile(records: list[list[int]]) -> list[list[list[int]]]:
+    return [list(tile) for _, tile in itertools.groupby(records, key=lambda record: record[:2])]
+
+
 def test_every_key_of_every_tile_is_in_one_task() -> None:
     positions, leaders = ids(40, -1, 7, 8, 9, 10, 11, 100, -1, -1), ids(0, 1, 2, 2, 2, 2, 2, 7, 8, 8)
     tasks = listed(positions, leaders, cut())
     # Tiles of 4 rows: 41 keys, 11 and 12 keys of one run, 101 keys. 165 keys over 4: 48 a task.
     expected = [[7, 1, 12, 0, 48, 3, 0, 0], [7, 1, 12, 48, 96, 3, 1, 0], [7, 1, 12, 96, 101, 3, 2, 0]]
-    expected += [[6, 1, 11, 0, 12, 1], [2, 4, 7, 0, 11, 1], [0, 1, 5, 0, 41, 1]]
+    expected += [[0, 1, 5, 0, 41, 1], [6, 1, 11, 0, 12, 1], [2, 4, 7, 0, 11, 1]]
     found = in_use(tasks)
     assert [record[: len(want)] for record, want in zip(found, expected, strict=True)] == expected
     assert tasks.tasks.tolist()[: len(found)] == found
@@ -157,10 +162,11 @@ def test_every_key_of_every_tile_is_in_one_task() -> None:
     assert in_use(listed(ids(-1, -1), ids(0, 1), cut())) == []
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_tasks_fit_whatever_the_runs_are(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "most"), [(0, 20), (1, 20), (2, 20), (3, 20), (4, 100)])
+def test_tasks_fit_whatever_the_runs_are(seed: int, most: int) -> None:
     generator = np.random.default_rng(seed)
-    counts = generator.integers(1, 20, int(generator.integers(1, 8)))
+    counts = generator.integers(most // 20, most, int(generator.integers(1, 8)))
+    counts[0] = most
     starts = generator.integers(0, int(generator.choice([2, 50, 3000])), len(counts))
     firsts = np.repeat(np.cumsum(counts) - counts, counts)
     positions = np.repeat(starts, counts) + np.arange(counts.sum()) - firsts
@@ -179,6 +185,9 @@ def test_tasks_fit_whatever_the_runs_are(seed: int) -> None:
         keys[leading, height] = end
         cells += [own] if parts > 1 else []
         assert parts == 1 or first <= own < first + parts
+    if len(positions) <= MOST_SORTED:
+        blocks = [max(-(-(record[4] - record[3]) // shape.keys) for record in tile) for tile in by_tile(in_use(tasks))]
+        assert blocks == sorted(blocks, reverse=True)
     assert keys == {(leading, height): positions[leading + height - 1] + 1 for leading, height in tiles}
     assert sorted(cells) == list(range(len(cells)))
     assert len(cells) <= tasks.cells
