@@ -29,6 +29,11 @@ def absence(path: str | Path, test: Callable[[Path], bool]) -> str | None:
         return f" ({error.strerror})"
 
 
+def is_device(text: str) -> bool:
+    """Whether models can be asked to run there, if the host has it."""
+    return bool(_DEVICE.fullmatch(text))
+
+
 def config_problems(config: Config) -> list[str]:
     """One line per problem, naming the key."""
     problems = _server_problems(config)
@@ -39,11 +44,16 @@ def config_problems(config: Config) -> list[str]:
         problems.append("models: no model is configured; add a table such as [models.small] with path = ...")
     for name, model in config.models.items():
         problems += _name_problems("models", name) + _model_problems(name, model)
-    if all(_DEVICE.fullmatch(model.device) for model in config.models.values()):
+    if all(is_device(model.device) for model in config.models.values()):
         problems += _gpu_problems(config)
     for name, route in config.routes.items():
         problems += _name_problems("routes", name) + _route_problems(name, route, config)
     return problems or threshold_problems(config)
+
+
+def live_problems(config: Config) -> list[str]:
+    """The same of what live keys can bring about."""
+    return _megakernel_problems(config) or threshold_problems(config)
 
 
 def threshold_problems(config: Config) -> list[str]:
@@ -148,7 +158,7 @@ def _model_problems(name: str, model: Model) -> list[str]:
         problems.append(f"{key}.path: no config.json in {path}{why}; expected a Hugging Face model directory")
     if model.tokenizer and (why := absence(model.tokenizer, Path.is_dir)) is not None:
         problems.append(f"{key}.tokenizer: no directory {model.tokenizer}{why}")
-    if not _DEVICE.fullmatch(model.device):
+    if not is_device(model.device):
         problems.append(f"{key}.device: expected 'cpu' or a CUDA device such as 'cuda:0', got {model.device!r}")
     return problems
 
