@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import signal
 import sys
 from collections.abc import Callable
@@ -35,6 +36,26 @@ def run_command(name: str, main: Callable[[], int | None]) -> NoReturn:
         print(f"{name}: ended by {number.name}", file=sys.stderr)
         code = _BY_SIGNAL + number
     sys.exit(code)
+
+
+def above_zero(text: str) -> float:
+    """An option that is a finite number above 0."""
+    return _finite(text, lambda value: value > 0, "a number above 0")
+
+
+def not_negative(text: str) -> float:
+    """An option that is a finite number of 0 or more."""
+    return _finite(text, lambda value: value >= 0, "a number of 0 or more")
+
+
+def _finite(text: str, fits: Callable[[float], bool], expected: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and fits(value)):
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+    return value
 
 
 def whole_number(text: str) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import experiment_quality
-from bench.command_line import whole_number, whole_numbers
+from bench.command_line import above_zero, not_negative, whole_number, whole_numbers
 from bench.experiment_setup import CPU
 
 NAME = "bench.throughput"
@@ -39,6 +39,8 @@ def read(arguments: Sequence[str], experiments: Sequence[str], description: str 
         why = "is for experiment h alone"
     if wrong:
         parser.error(f"--{wrong[0].replace('_', '-')} {why}")
+    for name in ("workloads", "patterns", "streams"):
+        setattr(options, name, tuple(dict.fromkeys(getattr(options, name))))  # windows have a key each
     return options
 
 
@@ -86,18 +88,24 @@ def _parser(experiments: Sequence[str], description: str | None) -> argparse.Arg
         metavar="LIST",
         help="values of N (the experiment's own; h: one, 16)",
     )
-    windows.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of a window (20)")
-    windows.add_argument("--settle", type=float, default=4.0, metavar="S", help="of load before a window (4)")
-    windows.add_argument("--learn", type=float, default=20.0, metavar="S", help="the same for the controller (20)")
+    windows.add_argument("--seconds", type=above_zero, default=20.0, metavar="S", help="of a window (20)")
+    windows.add_argument("--settle", type=not_negative, default=4.0, metavar="S", help="of load before a window (4)")
+    windows.add_argument(
+        "--learn", type=not_negative, default=20.0, metavar="S", help="the same for the controller (20)"
+    )
     windows.add_argument("--seed", type=int, default=0, metavar="N", help="of what requests draw (0)")
     windows.add_argument(
         "--repeats", type=whole_number, default=1, metavar="R", help="windows of each, with a seed of their own (1)"
     )
     windows.add_argument("--only", type=_words, default=(), metavar="KEYS", help="windows by key, with * and ? (all)")
     windows.add_argument(
-        "--start", type=float, default=0.0, metavar="S", help="that a daemon takes to start and to end (45; CPU: 5)"
+        "--start",
+        type=not_negative,
+        default=0.0,
+        metavar="S",
+        help="that a daemon takes to start and to end (45; CPU: 5)",
     )
-    windows.add_argument("--budget", type=float, default=_FOREVER, metavar="S", help="for everything (no limit)")
+    windows.add_argument("--budget", type=not_negative, default=_FOREVER, metavar="S", help="for everything (no limit)")
     windows.add_argument(
         "--note", default="", metavar="TEXT", help="what is particular to this run; the report has it by its verdict"
     )
@@ -113,9 +121,9 @@ def _parser(experiments: Sequence[str], description: str | None) -> argparse.Arg
         help="for plans: by how much another running model prolongs a step, of all models or of each"
         " (1.5,0.35 for two on one GPU; f measures it)",
     )
-    windows.add_argument("--handoff-ms", type=float, default=_HANDOFF_MS, metavar="MS", help="for plans (0.3)")
+    windows.add_argument("--handoff-ms", type=not_negative, default=_HANDOFF_MS, metavar="MS", help="for plans (0.3)")
     windows.add_argument(
-        "--step-context", type=int, default=1024, metavar="TOKENS", help="that is taken of them (1024)"
+        "--step-context", type=whole_number, default=1024, metavar="TOKENS", help="that is taken of them (1024)"
     )
     windows.add_argument(
         "--std-servers",

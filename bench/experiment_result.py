@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,15 +31,23 @@ class Result:
     """Experiment h: of the frontier."""
 
     def save(self, path: Path) -> None:
-        """Whole or not at all."""
+        """Whole or not at all. Raises ResultError."""
         scratch = path.with_name(path.name + ".new")
-        scratch.write_text(json.dumps(asdict(self), indent=1))
-        scratch.replace(path)
+        try:
+            scratch.write_text(json.dumps(asdict(self), indent=1))
+            scratch.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                scratch.unlink(missing_ok=True)
+            raise ResultError(f"cannot write {path}: {error.strerror}") from error
 
 
 def new_file(folder: Path, experiment: str, pair: str, placement: str) -> Path:
-    """A name that is free: `a-Qwen3-0.6B+Qwen3-32B-shared.json`, or with a number behind it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """A name that is free: `a-Qwen3-0.6B+Qwen3-32B-shared.json`, or with a number behind it. Raises ResultError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResultError(f"--output: cannot make the folder {folder}: {error.strerror}") from error
     stem = f"{experiment}-{pair}-{placement}"
     path = folder / f"{stem}{_SUFFIX}"
     number = 2
@@ -54,7 +63,7 @@ def now() -> str:
 
 
 class ResultError(Exception):
-    """A file that is no result; the message names it."""
+    """A file that is no result, or that cannot be written; the message names it."""
 
 
 def read_results(folder: Path) -> list[Result]:

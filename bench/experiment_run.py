@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from bench.experiment_case import Case, CaseError, Measure, Opened, Record, Stage, within
 from bench.experiment_dropped import summary
-from bench.experiment_result import Result
+from bench.experiment_result import Result, ResultError
 from bench.experiment_steps import StepTimes
 from bench.kv_pools import RoomError
 from bench.progress import Progress
@@ -56,8 +56,12 @@ class Runner:
         """Keys of what was dropped since the last line of progress."""
 
     def run(self) -> None:
-        """All of it."""
-        self._save()
+        """All of it.
+
+        Raises:
+            ResultError: the file cannot be written, at the beginning or at the end.
+        """
+        self._result.save(self._path)
         for stage in self._stages:
             if self._fitting(stage, started=False).isdisjoint(case.key for case in stage.cases):
                 self._drop(stage)
@@ -66,7 +70,7 @@ class Runner:
                 self._stage(stage)
         self._tell_dropped()
         self._result.complete = not (self._result.dropped or self._result.failures)
-        self._save()
+        self._result.save(self._path)
 
     def _stage(self, stage: Stage) -> None:
         with TemporaryDirectory(prefix="trouterd-bench-") as name:
@@ -149,7 +153,11 @@ class Runner:
         self._save()
 
     def _save(self) -> None:
-        self._result.save(self._path)
+        """What cannot be written now is written with the next window: there may be room again by then."""
+        try:
+            self._result.save(self._path)
+        except ResultError as error:
+            self._progress.done(str(error), 0)
 
 
 def _line(record: Record) -> str:

@@ -56,6 +56,9 @@ from bench.surroundings import surroundings
 from bench.window import NONCE
 from bench.workloads import find
 from trouterd.batching.network import NetworkError
+from trouterd.config import Model
+from trouterd.consistency import is_device
+from trouterd.worker.gpu_check import Host, device_problem
 
 _STAGES: dict[str, Callable[[Scope], list[Stage]]] = {
     "a": experiment_compare.algorithms,
@@ -83,7 +86,7 @@ def main(arguments: list[str]) -> int:
         return usage_fault(NAME, error)
     try:
         return start()
-    except CaseError as error:
+    except (CaseError, ResultError) as error:
         print(f"{NAME}: {error}", file=sys.stderr)
         return 1
 
@@ -93,6 +96,9 @@ def _report(folder: Path) -> int:
         print(write_report(folder))
     except ResultError as error:
         return usage_fault(NAME, f"--report: {error}")
+    except OSError as error:
+        print(f"{NAME}: {error}", file=sys.stderr)
+        return 1
     print(f"{NAME}: wrote {folder / 'report.md'} and its plots", file=sys.stderr)
     return 0
 
@@ -109,12 +115,20 @@ def _windows(options: argparse.Namespace) -> Callable[[], int]:
     if options.list:
         return partial(_list, stages, options.seconds, options.budget)
     _require_output(options)
+    _require_devices(scope.setup.devices)
     return partial(_measure, options, scope, stages)
 
 
 def _require_output(options: argparse.Namespace) -> None:
     if options.output is None:
         raise CaseError("--output names the folder of the result")
+
+
+def _require_devices(devices: Sequence[str]) -> None:
+    host = Host.this()
+    for device in devices:
+        if problem := device_problem(Model(path="", device=device), host):
+            raise CaseError(f"--devices: {problem.partition(': ')[2]}")
 
 
 def _measure(options: argparse.Namespace, scope: Scope, stages: Sequence[Stage]) -> int:
@@ -196,9 +210,12 @@ def _scope(options: argparse.Namespace) -> Scope:
     sources = tuple(source for source in (options.small, options.middle, options.large) if source)
     if not (options.small and options.large):
         raise CaseError("--small and --large name the models")
+    devices = _each("--devices", options.devices, len(sources))
+    if wrong := [device for device in devices if not is_device(device)]:
+        raise CaseError(f"--devices: expected cpu or a CUDA device such as cuda:0, got {wrong[0]!r}")
     setup = Setup(
         sources,
-        _each("--devices", options.devices, len(sources)),
+        devices,
         _each("--tensor-parallel", options.tensor_parallel, len(sources)),
         settings=_settings(options, len(sources)),
         handoff=options.handoff_ms / 1e3,

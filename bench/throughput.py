@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import uvloop
 
-from bench.command_line import run_command, whole_number, whole_numbers
+from bench.command_line import above_zero, run_command, whole_number, whole_numbers
 from bench.endpoint import SILENCE
 from bench.frontier_fault import FrontierError
 from bench.frontier_plot import require_matplotlib
@@ -47,7 +47,7 @@ _EXPERIMENTS = ("--experiment", "--report")
 
 def main(arguments: list[str]) -> int:
     """Run it; returns the exit code."""
-    if arguments and arguments[0].partition("=")[0] in _EXPERIMENTS:
+    if any(argument.partition("=")[0] in _EXPERIMENTS for argument in arguments):
         from bench import experiments  # they start systems, and so need much more than this does
 
         return experiments.main(arguments)
@@ -61,10 +61,10 @@ def main(arguments: list[str]) -> int:
             found = [target for system in options.systems for target in runner.run(run.targets(system, stack))]
             for workload, streams, target in run.plan(found):
                 runner.run(run.window(target, workload, streams))
+        run.write()
     except (FrontierError, RuntimeError, OSError) as error:
         print(f"{_NAME}: {error}", file=sys.stderr)
         return 1
-    run.write()
     return 1 if run.failures or not run.windows else 0
 
 
@@ -186,8 +186,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--streams", type=whole_numbers, default=(1, 4, 16), metavar="LIST", help="values of N (1,4,16)"
     )
-    parser.add_argument("--seconds", type=_positive, default=20.0, metavar="S", help="of a window (20)")
-    parser.add_argument("--settle", type=_positive, default=5.0, metavar="S", help="before it (5)")
+    parser.add_argument("--seconds", type=above_zero, default=20.0, metavar="S", help="of a window (20)")
+    parser.add_argument("--settle", type=above_zero, default=5.0, metavar="S", help="before it (5)")
     parser.add_argument(
         "--cut", type=int, default=0, metavar="TOKENS", help="longest answer, to fit more into a window"
     )
@@ -197,7 +197,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--silence",
-        type=_positive,
+        type=above_zero,
         default=SILENCE,
         metavar="S",
         help=f"a request fails after so long without a byte ({SILENCE:g})",
@@ -215,13 +215,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 def _words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
-    return value
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.experiment_case import AROUND, Case, CaseError, Measure, Record, Stage, cost, matching, within
-from bench.experiment_result import Result, new_file, read_results
+from bench.experiment_result import Result, ResultError, new_file, read_results
 from bench.experiment_run import Runner
 from bench.experiment_steps import StepTimes
 from bench.kv_pools import RoomError
@@ -268,3 +268,28 @@ def test_names_of_files(tmp_path: Path) -> None:
     assert first.name == "a-x+y-shared.json"
     first.touch()
     assert new_file(tmp_path / "out", "a", "x+y", "shared").name == "a-x+y-shared-2.json"
+
+
+def test_a_file_that_cannot_be_written_for_a_while_misses_nothing(tmp_path: Path) -> None:
+    folder, away = tmp_path / "results", tmp_path / "away"
+    folder.mkdir()
+    path = folder / "r.json"
+
+    class Moving(Fake):
+        def measure(self, target: Target, one: Case) -> dict[str, Any]:
+            if not self.asked:
+                folder.rename(away)
+            elif len(self.asked) == 2:
+                away.rename(folder)
+            return super().measure(target, one)
+
+    cases = [case("x", streams=streams) for streams in (1, 2, 3)]
+    moving = Moving(Clock())
+    moving.run([moving.stage("one", cases)], path)
+    (read,) = read_results(folder)
+    assert [record.case.streams for record in read.records] == [1, 2, 3]
+    assert f"[0/3] cannot write {path}: No such file or directory\n[1/3] trouterd/low/x/" in moving.printed.getvalue()
+    assert [file.name for file in folder.iterdir()] == ["r.json"]
+    folder.rename(away)
+    with pytest.raises(ResultError, match=f"cannot write {path}"):
+        moving.run([], path)

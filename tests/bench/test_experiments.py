@@ -228,6 +228,11 @@ def test_every_experiment_can_be_listed(capsys: pytest.CaptureFixture[str]) -> N
         ),
         (["--experiment", "a", "--small", "script:2", "--large", "script:x", "--list"], "--large script:x: expected"),
         (["--report", "nosuch"], "--report: nosuch: holds no result"),
+        (["--experiment", "a", *SCRIPTS, "--list", "--seconds", "0"], "--seconds: expected a number above 0, got '0'"),
+        (["--experiment", "a", *SCRIPTS, "--list", "--budget", "-5"], "--budget: expected a number of 0 or more"),
+        (["--experiment", "a", *SCRIPTS, "--list", "--settle", "nan"], "--settle: expected a number of 0 or more"),
+        (["--experiment", "a", *SCRIPTS, "--list", "--devices", ","], "--devices: expected cpu or a CUDA device"),
+        (["--experiment", "a", *SCRIPTS, "--devices", "cuda:99", "--output", "nosuch"], "--devices: cuda:99, but this"),
     ],
 )
 def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,6 +245,33 @@ def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureF
     complaint = capsys.readouterr().err.splitlines()[-1]
     assert complaint.startswith("bench.throughput: error: ")
     assert message in complaint
+
+
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_the_experiment_can_be_named_anywhere(place: int, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*SCRIPTS, "--list"]
+    assert main([*arguments[:place], "--experiment=c", *arguments[place:]]) == 0
+    assert "windows" in capsys.readouterr().out
+    assert main([*SCRIPTS[:place], "--report", "nosuch"]) == 2
+    assert capsys.readouterr().err.startswith("bench.throughput: error: ")
+
+
+def test_what_is_named_twice_is_measured_once(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = []
+    for times in (1, 2):
+        given = {"--streams": "2", "--workloads": "20/9", "--patterns": "r2r-35"}
+        twice = [part for name, value in given.items() for part in (name, ",".join([value] * times))]
+        assert main(["--experiment", "a", *SCRIPTS, *twice, "--list"]) == 0
+        listed.append(capsys.readouterr().out)
+    assert listed[0] == listed[1]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is started."""
+    output = tmp_path / "file"
+    output.touch()
+    assert main(["--experiment", "a", *SCRIPTS, "--output", str(output)]) == 1
+    assert capsys.readouterr().err == f"bench.throughput: --output: cannot make the folder {output}: File exists\n"
 
 
 def test_the_frontier_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
