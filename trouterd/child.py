@@ -121,6 +121,10 @@ class Control:
         """Leave one line that the supervisor quotes when it gives up on this process."""
         self._send(Call(id=0, verb="last-words", args={"line": line}))
 
+    def waits(self, waits: bool) -> None:
+        """Tell the supervisor whether this process, which starts, waits for others: supervision.start_timeout leaves that out."""
+        self._send(Call(id=0, verb="waits", args={"waits": waits}))
+
     async def call(self, verb: str, args: dict[str, Any] | None = None) -> Any:
         """Ask the supervisor for a verb (status, metrics ...).
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -73,7 +72,10 @@ class Supervision(Section, frozen=True):
     restart_backoff: Annotated[
         float, Meta(gt=0, description="Seconds before the first restart of a dead child; doubles up to 30 s.")
     ] = 0.5
-    start_timeout: Annotated[float, Meta(gt=0, description="Seconds that a child may take to become ready.")] = 600.0
+    start_timeout: Annotated[
+        float,
+        Meta(gt=0, description="Seconds that a child may take to become ready; waits for other models do not count."),
+    ] = 600.0
     start_attempts: Annotated[
         int, Meta(ge=1, description="Deaths of a child that was never ready after which the daemon gives up.")
     ] = 3
@@ -367,11 +369,6 @@ class Config(Section, frozen=True):
         """Configured routes plus one single-model route per model, by public name."""
         singles = {name: Route(models=[name]) for name in self.models}
         return singles | self.routes
-
-    @property
-    def turn_file(self) -> Path:
-        """Where models that take turns (batching.overlap) say whose it is."""
-        return Path(self.server.control).with_suffix(".turn")
 
     def sharing(self, gpu: int) -> list[str]:
         """Names of the models on a GPU."""

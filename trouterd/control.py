@@ -45,6 +45,8 @@ class Boot(msgspec.Struct, frozen=True, tag=True):
     """Rings that this process produces into."""
     listen_fds: list[int] = []
     """api only: listening sockets, already bound."""
+    turn_fd: int = -1
+    """Workers only: the file whose locks say whose turn it is (`trouterd.worker.turn`)."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

@@ -87,8 +87,8 @@ class Api:
 
 
 class Worker:
-    """Model path: ok, fatal:WORDS, raise:WORDS, silent (never ready), native (holds the GIL), step (an endless step), or
-    gpu:NAME=NUMBER,... for a model on a GPU (`sizes`)."""
+    """Model path: ok, fatal:WORDS, raise:WORDS, silent (never ready), waits:SECONDS (for others, as it says), native (holds the
+    GIL), step (an endless step), or gpu:NAME=NUMBER,... for a model on a GPU (`sizes`)."""
 
     def __init__(self, control: Control) -> None:
         self.control = control
@@ -122,6 +122,10 @@ class Worker:
             except CallError as error:
                 self.control.last_words(str(error))
                 return 1
+        if mode == "waits":
+            self.control.waits(True)
+            await asyncio.sleep(float(words))
+            self.control.waits(False)
         if mode != "silent":
             self.control.ready(detail)
         if mode == "step":

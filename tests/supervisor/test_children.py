@@ -140,6 +140,13 @@ def test_child_that_never_becomes_ready_is_a_failure(start: Start, tmp_path: Pat
     assert "not ready within supervision.start_timeout = 0.6 s" in daemon.wait_log("before it was ready")
 
 
+def test_time_that_a_child_waits_for_others_is_not_counted(start: Start, tmp_path: Path) -> None:
+    config = toy_config(tmp_path, small="waits:2.5")
+    supervision = msgspec.structs.replace(config.supervision, start_timeout=2.0, heartbeat_interval=0.05)
+    daemon = start(msgspec.structs.replace(config, supervision=supervision)).wait_ready()
+    assert daemon.child("small")["restarts"] == 0
+
+
 def test_broken_ring_is_replaced_and_both_ends_restart(start: Start, tmp_path: Path) -> None:
     """A child that finds a record broken marks the ring and exits; the other end maps the same dead ring."""
     daemon = start(small="ok", large="ok").wait_ready()

@@ -43,6 +43,7 @@ async def run_fleet(config: Config) -> tuple[str, Fleet]:
         config,
         ROLES,
         mesh,
+        os.open(os.devnull, os.O_RDWR),
         list,
         on_ready=lambda: outcome.set_result("ready"),
         on_failure=lambda code, message: outcome.done() or outcome.set_result(f"{code}: {message}"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import os
 import signal
 import subprocess
 import sys
@@ -12,29 +13,26 @@ import textwrap
 from collections.abc import Callable
 from operator import eq
 from pathlib import Path
+from subprocess import PIPE
 
-import msgspec
 import pytest
 
 from models.script import ScriptRunner
 from tests.harness import Cluster
 from tests.worker.resident import FakeResident
-from trouterd.calls import Refused
-from trouterd.config import Batching as Settings
-from trouterd.config import Route, Server
-from trouterd.worker.batching import Batching
+from trouterd.config import Route
 from trouterd.worker.turn import Turn, TurnError, whole_turn
 
 WORKER = textwrap.dedent(
     """
-    import asyncio, sys
+    import asyncio, os, sys
     from pathlib import Path
     from trouterd.worker.turn import Turn
 
     async def main():
         folder, name, rounds, hold = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
         come = asyncio.Event()
-        turn = Turn(folder / "lock", come.set)
+        turn = Turn(os.open(folder / "lock", os.O_RDWR), come.set)
         (folder / f"{name}.here").touch()
         while len(list(folder.glob("*.here"))) < int(sys.argv[5]):
             await asyncio.sleep(0.001)
@@ -55,6 +53,12 @@ WORKER = textwrap.dedent(
 )
 
 
+@pytest.fixture
+def file(tmp_path: Path) -> int:
+    """Of turns, also by its name; closed by the system: that frees all locks of it."""
+    return os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+
+
 def start(folder: Path, name: str, rounds: int, hold: float, count: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", WORKER, str(folder), name, str(rounds), str(hold), str(count)])
 
@@ -67,6 +71,7 @@ def holding(folder: Path, seconds: float) -> subprocess.Popen[bytes]:
     return holder
 
 
+@pytest.mark.usefixtures("file")
 def test_one_at_a_time_and_in_turn(tmp_path: Path) -> None:
     workers = [start(tmp_path, name, 15, 0.02, 2) for name in "ab"]
     # "x" fails where somebody else is inside.
@@ -77,12 +82,12 @@ def test_one_at_a_time_and_in_turn(tmp_path: Path) -> None:
     assert sum(map(eq, order, order[1:])) < 8
 
 
-def test_a_turn_ends_with_its_process(tmp_path: Path) -> None:
+def test_a_turn_ends_with_its_process(tmp_path: Path, file: int) -> None:
     holder = holding(tmp_path, 600)
 
     async def waiting() -> None:
         come = asyncio.Event()
-        turn = Turn(tmp_path / "lock", come.set)
+        turn = Turn(file, come.set)
         assert not turn.take()
         assert not turn.take(), "it waits already"
         holder.send_signal(signal.SIGKILL)
@@ -98,12 +103,12 @@ def test_a_turn_ends_with_its_process(tmp_path: Path) -> None:
     asyncio.run(waiting())
 
 
-def test_a_turn_that_is_not_wanted_any_more_is_given_back(tmp_path: Path) -> None:
+def test_a_turn_that_is_not_wanted_any_more_is_given_back(tmp_path: Path, file: int) -> None:
     holder = holding(tmp_path, 0.3)
 
     async def waiting() -> None:
         come = asyncio.Event()
-        turn = Turn(tmp_path / "lock", come.set)
+        turn = Turn(file, come.set)
         assert not turn.take()
         await come.wait()
         turn.give_back()
@@ -114,10 +119,27 @@ def test_a_turn_that_is_not_wanted_any_more_is_given_back(tmp_path: Path) -> Non
     assert start(tmp_path, "b", 1, 0, 1).wait() == 0
 
 
-def test_a_whole_turn_is_waited_for_and_kept(tmp_path: Path) -> None:
+async def test_its_own_wait_is_kept_by_who_asks_whether_others_wait(tmp_path: Path, file: int) -> None:
+    """Steps that were launched side by side are in flight yet when models begin to take turns."""
+    holder = holding(tmp_path, 600)
+    turn = Turn(file, lambda: None)
+    assert not turn.take()
+    assert turn.wanted()
+    other = os.open(tmp_path / "lock", os.O_RDWR)
+    code = f"import fcntl; fcntl.lockf({other}, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1)"
+    try:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, pass_fds=[other], stderr=PIPE)
+        assert b"BlockingIOError" in (await process.communicate())[1], "the queue is this process's"
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+async def test_a_whole_turn_is_waited_for_and_kept(tmp_path: Path, file: int) -> None:
     """Nobody else has one meanwhile, and the next one comes when it ends."""
-    holder = holding(tmp_path, 0.2)
-    with whole_turn(tmp_path / "lock"):
+    holder, waits = holding(tmp_path, 0.2), []
+    async with whole_turn(file, waits.append):
+        assert waits == [True, False]
         assert holder.wait() == 0
         (tmp_path / "a.here").unlink()
         other = start(tmp_path, "b", 1, 0, 1)
@@ -128,21 +150,23 @@ def test_a_whole_turn_is_waited_for_and_kept(tmp_path: Path) -> None:
         assert (tmp_path / "log").read_text() == "a"
     assert other.wait() == 0
     assert (tmp_path / "log").read_text() == "ab"
+    async with whole_turn(file, waits.append):
+        assert waits == [True, False], "it was free"
 
 
-def test_a_whole_turn_that_cannot_come_is_an_error(tmp_path: Path) -> None:
-    with (
-        pytest.raises(TurnError, match=r"batching\.overlap: cannot open .*/nowhere/lock: No such file"),
-        whole_turn(tmp_path / "nowhere" / "lock"),
-    ):
-        pass
+async def test_a_whole_turn_that_cannot_come_is_an_error(tmp_path: Path) -> None:
+    file = os.open(tmp_path, os.O_RDONLY)
+    with pytest.raises(TurnError, match=r"batching\.overlap: the file of turns cannot be locked: Bad file descriptor"):
+        async with whole_turn(file, lambda waits: None):
+            pass
+    os.close(file)
 
 
 class SharedTurn:
     """A turn that somebody else has whenever it is asked for first, and that comes at once then."""
 
-    def __init__(self, path: Path, granted: Callable[[], None]) -> None:
-        del path
+    def __init__(self, file: int, granted: Callable[[], None]) -> None:
+        del file
         self.granted = granted
         self.held = self.used = False
         self.others = True
@@ -167,12 +191,12 @@ class SharedTurn:
         self.held = self.used = False
 
 
-async def test_waiting_for_the_turn_costs_nobody_his_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_for_the_turn_costs_nobody_his_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step takes one row of two requests: they write in turns, although every step waits for its turn first."""
     monkeypatch.setattr("trouterd.worker.turn.Turn", SharedTurn)
     script = ScriptRunner([1], vocab_size=4, cycle=True)
     cluster = Cluster({"m": script}, {"demo": Route(models=["m"])}, max_batch_tokens=2)
-    cluster.workers["m"].turns.configure(tmp_path)
+    cluster.workers["m"].turns.configure(0)
     first, second = (cluster.submit("demo", [1], max_tokens=20)[1] for _ in range(2))
     async with cluster.running(), asyncio.timeout(20):
         await second.until(1)
@@ -184,12 +208,12 @@ async def test_waiting_for_the_turn_costs_nobody_his_place(tmp_path: Path, monke
         await cluster.settled()
 
 
-async def test_no_turn_is_taken_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_turn_is_taken_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[SharedTurn] = []
     monkeypatch.setattr("trouterd.worker.turn.Turn", lambda *args: made.append(SharedTurn(*args)) or made[0])
     script = ScriptRunner([1], vocab_size=4, cycle=True)
     cluster = Cluster({"m": script}, {"demo": Route(models=["m"])})
-    cluster.workers["m"].turns.configure(tmp_path)
+    cluster.workers["m"].turns.configure(0)
     async with cluster.running(), asyncio.timeout(20):
         await cluster.generate("demo", [1], max_tokens=3)
         await cluster.settled()
@@ -199,13 +223,13 @@ async def test_no_turn_is_taken_for_nothing(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize(("others", "most"), [(False, 2), (True, 1)])
 async def test_steps_are_queued_in_a_turn_that_nobody_waits_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: bool, most: int
+    monkeypatch: pytest.MonkeyPatch, others: bool, most: int
 ) -> None:
     made: list[SharedTurn] = []
     monkeypatch.setattr("trouterd.worker.turn.Turn", lambda *args: made.append(SharedTurn(*args)) or made[0])
     device = FakeResident(ScriptRunner([1], vocab_size=4, cycle=True), patience=3)
     cluster = Cluster({"m": device}, {"demo": Route(models=["m"])})
-    cluster.workers["m"].turns.configure(tmp_path)
+    cluster.workers["m"].turns.configure(0)
     made[0].others = others
     async with cluster.running(), asyncio.timeout(20):
         await cluster.generate("demo", [1], max_tokens=9)
@@ -215,7 +239,7 @@ async def test_steps_are_queued_in_a_turn_that_nobody_waits_for(
     assert not made[0].held
 
 
-async def test_a_worker_whose_turn_cannot_come_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_whose_turn_cannot_come_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would never launch again otherwise, and nobody would know why."""
 
     def lockf(file: int, operation: int, length: int, start: int) -> None:
@@ -227,25 +251,33 @@ async def test_a_worker_whose_turn_cannot_come_ends(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(fcntl, "lockf", lockf)
     cluster = Cluster({"m": ScriptRunner([1], vocab_size=4, cycle=True)}, {"demo": Route(models=["m"])})
     worker = cluster.workers["m"]
-    worker.turns.configure(tmp_path / "lock")
+    worker.turns.configure(0)
     cluster.submit("demo", [1, 2], max_tokens=3)
     async with asyncio.timeout(20):
-        with pytest.raises(TurnError, match=r"batching\.overlap: cannot lock .*/lock any more: No locks available"):
+        with pytest.raises(
+            TurnError, match=r"batching\.overlap: the file of turns cannot be locked: No locks available"
+        ):
             await worker.run()
 
 
-async def test_a_lock_file_that_cannot_be_made_is_a_refusal(tmp_path: Path) -> None:
-    script = ScriptRunner([1], vocab_size=4, cycle=True)
-    cluster = Cluster({"m": script}, {})
-    config = msgspec.structs.replace(
-        cluster.config,
-        server=Server(control=str(tmp_path / "nowhere" / "api.ctl")),
-        batching=Settings(overlap=False, mode="manual"),
-    )
-    with pytest.raises(Refused, match=r"batching\.overlap: cannot open .*/nowhere/api\.turn: No such file"):
-        Batching(cluster.workers["m"], "m", config)
-    batching = Batching(cluster.workers["m"], "m", cluster.config)
-    with pytest.raises(Refused):
-        batching.configure(config)
-    shown = await batching.handlers["batching"]({})
-    assert shown["mode"] == "auto", "nothing has changed"
+async def test_a_turn_ends_where_models_run_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although steps are queued behind each other without end, so that some are always in flight."""
+    made: list[SharedTurn] = []
+    monkeypatch.setattr("trouterd.worker.turn.Turn", lambda *args: made.append(SharedTurn(*args)) or made[0])
+    device = FakeResident(ScriptRunner([1], vocab_size=4, cycle=True), patience=3)
+    cluster = Cluster({"m": device}, {"demo": Route(models=["m"])})
+    turns = cluster.workers["m"].turns
+    turns.configure(0)
+    made[0].others = False
+    async with cluster.running(), asyncio.timeout(20):
+        _, answer = cluster.submit("demo", [1], max_tokens=100)
+        await answer.until(10)
+        assert made[0].held
+        turns.configure(None)
+        await answer.until(20)
+        assert not made[0].held
+        assert not answer.finish
+        made[0].come()
+        await answer.until(30)
+        assert not made[0].held, "one that comes late"
+        await cluster.settled()

@@ -40,6 +40,7 @@ class Fleet:
         config: Config,
         modules: Mapping[str, str],
         mesh: RingMesh,
+        turn_fd: int,
         listen_fds: Callable[[], list[int]],
         *,
         on_ready: Callable[[], None],
@@ -51,6 +52,7 @@ class Fleet:
             config: handed to every child.
             modules: Python modules of the roles 'api' and 'worker'.
             mesh: rings between the processes.
+            turn_fd: the file of turns that workers inherit.
             listen_fds: sockets that the api inherits.
             on_ready: called each time that all children have become ready.
             on_failure: called with an exit code and one line when the daemon must give up.
@@ -61,6 +63,7 @@ class Fleet:
         self.mesh = mesh
         self.stopping = False
         """True: the dead stay dead."""
+        self._turn_fd = turn_fd
         self._listen_fds = listen_fds
         self._on_ready = on_ready
         self._on_failure = on_failure
@@ -114,14 +117,16 @@ class Fleet:
         await asyncio.gather(*self._respawns, return_exceptions=True)
 
     async def _spawn(self, child: Child) -> None:
-        listen = self._listen_fds() if child.name == API else []
+        is_api = child.name == API
+        listen = self._listen_fds() if is_api else []
+        turn_fd = -1 if is_api else self._turn_fd
 
         def boot(epoch: int) -> Boot:
             inbound, outbound = self.mesh.links(child.name)
-            return Boot(child.name, epoch, self.config, inbound, outbound, listen)
+            return Boot(child.name, epoch, self.config, inbound, outbound, listen, turn_fd)
 
-        variables = {} if child.name == API else await self.mps.variables(child.name)
-        await child.spawn(boot, self.mesh.fds(child.name) + listen, variables)
+        variables = {} if is_api else await self.mps.variables(child.name)
+        await child.spawn(boot, self.mesh.fds(child.name) + (listen if is_api else [turn_fd]), variables)
         log.info("%s started: pid %d, epoch %d", child.name, child.pid, child.epoch)
         for other in self.children.values():
             if other is not child and other.state in ("up", "stalled", "down") and other.epoch:
@@ -192,7 +197,7 @@ class Fleet:
 
     def _check_start(self, child: Child, now: float) -> None:
         limit = self.config.supervision.start_timeout
-        if self.sizing.waits(child.name):
+        if child.waits or self.sizing.waits(child.name):
             child.start_deadline_from = now  # the others' time, not its own
         elif now - child.start_deadline_from > limit:
             child.last_words = f"not ready within supervision.start_timeout = {limit:g} s"

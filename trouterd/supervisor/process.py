@@ -64,6 +64,8 @@ class Child:
         self.detail: dict[str, Any] = {}
         """What the child said of itself when it became ready."""
         self.last_words = ""
+        self.waits = False
+        """It starts, and waits for others as it says."""
         self.started = 0.0
         """Monotonic time of the last spawn."""
         self.start_deadline_from = 0.0
@@ -109,7 +111,7 @@ class Child:
         """
         self.epoch += 1
         self.pid = 0
-        self.state, self.detail, self.last_words = "starting", {}, ""
+        self.state, self.detail, self.last_words, self.waits = "starting", {}, "", False
         self.started, self.ready_at, self._ping_sent = time.monotonic(), 0.0, 0.0
         self.start_deadline_from = self.started
         self.steps, self.step_seconds = 0, 0.0
@@ -207,6 +209,8 @@ class Child:
                 self._calls.settle(frame, f"{self.name}: ")
             case Call(verb="last-words"):
                 self.last_words = str(frame.args.get("line", ""))
+            case Call(verb="waits"):
+                self.waits = bool(frame.args.get("waits"))
             case Ready():
                 self.detail, self.ready_at, self.ever_ready = frame.detail, time.monotonic(), True
                 self._on_frame(self, frame)

@@ -83,17 +83,20 @@ class Supervisor:
             server = self._config.server
             self._listeners = Listeners.open(server, inherited.api)
             stack.callback(self._listeners.close)
-            stack.callback(self._config.turn_file.unlink, missing_ok=True)
             control: UnixListener | None = None
             if inherited.control is None:
                 control = open_unix("server.control", Path(server.control), CONTROL_MODE)
                 stack.callback(control.close)
             mesh = RingMesh([API, *self._config.models], self._config.rings)
             stack.callback(mesh.close)
+            # Without a name: nobody can remove it, or have the same one.
+            turn = os.memfd_create("turns of trouterd")
+            stack.callback(os.close, turn)
             self._fleet = Fleet(
                 self._config,
                 self._modules,
                 mesh,
+                turn,
                 lambda: self._listeners.fds,
                 on_ready=self._all_ready,
                 on_failure=self._fail,
@@ -192,6 +195,10 @@ class Supervisor:
         self._notifier.send("STOPPING=1", "STATUS=draining")
         # The api alone holds them now: it answers 503 or closes, and nobody waits in a queue that no one reads.
         self._listeners.stop()
+        # Nobody waits for them, but models that take turns would wait until they have started.
+        for worker in fleet.workers.values():
+            if not worker.ready_at:
+                worker.kill()
         whole = False
         if not self._force.is_set():
             whole = await self._drain(fleet.config.server.drain_timeout)

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from trouterd.batching.report import Lists
-from trouterd.calls import Refused
 from trouterd.config import Config
 from trouterd.metrics import Family, counter, histogram
 from trouterd.worker.events import Command
@@ -22,7 +21,8 @@ from trouterd.worker.worker import Worker
 class Batching:
     """Chooses between the configuration's list and the controller's."""
 
-    def __init__(self, worker: Worker, model: str, config: Config) -> None:
+    def __init__(self, worker: Worker, model: str, config: Config, turn_fd: int) -> None:
+        self._turn_fd = turn_fd
         self._worker = worker
         self._model = model
         self._config = config
@@ -36,15 +36,8 @@ class Batching:
         self.configure(config)
 
     def configure(self, config: Config) -> None:
-        """Put the configuration into force; between two steps only.
-
-        Raises:
-            Refused: models cannot take turns; nothing has changed then.
-        """
-        try:
-            self._worker.turns.configure(None if config.batching.overlap else config.turn_file)
-        except OSError as error:
-            raise Refused(f"batching.overlap: cannot open {config.turn_file}: {error.strerror}") from error
+        """Put the configuration into force; between two steps only."""
+        self._worker.turns.configure(None if config.batching.overlap else self._turn_fd)
         self._config = config
         model, mode = config.models[self._model], config.batching.mode
         thresholds = {"auto": self._learned.thresholds.get(self._model, []), "manual": model.thresholds, "eager": []}

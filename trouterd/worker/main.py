@@ -10,10 +10,11 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch
@@ -47,7 +48,6 @@ from trouterd.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 API_NAME = "api"
 BYTES_PER_TOKEN = 5
 """Of a message: the id and its writer."""
@@ -65,7 +65,7 @@ class WorkerProcess:
         self.worker = worker
         self.name = name
         self.models = list(control.boot.config.models)
-        self.batching = Batching(worker, name, control.config)
+        self.batching = Batching(worker, name, control.config, control.boot.turn_fd)
         self.tracing = Tracing(worker)
         self.lag = 0.0
         """How late the event loop was at the last look, seconds."""
@@ -275,7 +275,8 @@ async def _run(control: Control, ranks: Ranks | None) -> int:
             partial(use_device, device),
         )
         if isinstance(loaded.engine, GpuEngine):
-            await worker.prepare(partial(_in_turn, config, partial(loaded.engine.capture, engine.runner)))
+            async with _turn(control):
+                await worker.prepare(partial(loaded.engine.capture, engine.runner))
     except (ModelError, ScriptError, AlgorithmError, Refused, TurnError) as error:
         control.fatal(str(error))
         return 1
@@ -286,13 +287,15 @@ async def _run(control: Control, ranks: Ranks | None) -> int:
     return await _serve(control, worker, engine, loaded)
 
 
-def _in_turn(config: Config, work: Callable[[], T]) -> T:
+@asynccontextmanager
+async def _turn(control: Control) -> AsyncIterator[None]:
     """Steps before the first request: models that take turns do so here as well, since each of their persistent kernels may need
     the whole GPU. Raises TurnError."""
-    if config.batching.overlap:
-        return work()
-    with whole_turn(config.turn_file):
-        return work()
+    if control.config.batching.overlap:
+        yield
+        return
+    async with whole_turn(control.boot.turn_fd, control.waits):
+        yield
 
 
 async def _open(control: Control, loaded: Loaded, routes: Mapping[str, WorkerRoute]) -> Engine:
@@ -304,7 +307,8 @@ async def _open(control: Control, loaded: Loaded, routes: Mapping[str, WorkerRou
         if is_resident(runner):
             SlotSetups(runner, routes.values())  # gives it the routes, which its graphs take in
 
-    claim = await asyncio.to_thread(_in_turn, control.config, partial(loaded.engine.measure, prepare))
+    async with _turn(control):
+        claim = await asyncio.to_thread(loaded.engine.measure, prepare)
     tokens = await agree(control, claim, loaded.engine.memory)
     runner, kv = await asyncio.to_thread(loaded.engine.open, tokens)
     return Engine(runner, kv)
@@ -312,11 +316,7 @@ async def _open(control: Control, loaded: Loaded, routes: Mapping[str, WorkerRou
 
 async def _serve(control: Control, worker: Worker, engine: Engine, loaded: Loaded) -> int:
     name, model = control.boot.role, control.config.models[control.boot.role]
-    try:
-        process = WorkerProcess(control, worker, name)
-    except Refused as error:
-        control.fatal(str(error))
-        return 1
+    process = WorkerProcess(control, worker, name)
     needed = BYTES_PER_TOKEN * engine.runner.context_length + MESSAGE_OVERHEAD
     if needed > process.links.max_message:
         control.fatal(

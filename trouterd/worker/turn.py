@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import os
+import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+log = logging.getLogger(__name__)
 
 _TURN, _QUEUE = 0, 1
-"""Bytes of the lock file: whose turn it is, and who gets the next one."""
+"""Bytes of the file of turns: whose turn it is, and who gets the next one."""
 PATIENCE = 1.0
 """Seconds after which a worker that waits for its turn looks again, although it is told."""
 
@@ -28,16 +29,12 @@ class Turn:
     are record locks of one file: the system frees them when a process ends, however it ends.
 
     Args:
-        path: the file, the same for all workers; made if it is not there.
+        file: the file of turns, the same for all workers; nobody closes it, since that would free this process's locks of it.
         granted: called in the running event loop when a turn that had to be waited for has come, or cannot come any more.
-
-    Raises:
-        OSError: the file cannot be opened.
     """
 
-    def __init__(self, path: Path, granted: Callable[[], None]) -> None:
-        self._path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def __init__(self, file: int, granted: Callable[[], None]) -> None:
+        self._file = file
         self._loop = asyncio.get_running_loop()
         self._granted = granted
         self._waits: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -71,8 +68,9 @@ class Turn:
         return self.held
 
     def wanted(self) -> bool:
-        """Whether another worker waits for the turn that this one holds. Raises TurnError."""
-        if not self._lock(_QUEUE):
+        """Whether another worker waits for the turn that this one holds, or has it. Raises TurnError."""
+        # The thread that waits may have the queue: locks are the process's, and unlocking it here would give its place away.
+        if self._waiting or not self._lock(_QUEUE):
             return True
         self._unlock(_QUEUE)
         return False
@@ -87,9 +85,7 @@ class Turn:
         while fault is None:
             queued = self._waits.get()
             try:
-                if not queued:
-                    self._lockf(fcntl.LOCK_EX, _QUEUE)
-                self._lockf(fcntl.LOCK_EX, _TURN)
+                _wait(self._file, queued)
                 self._unlock(_QUEUE)
             except TurnError as error:
                 fault = error
@@ -101,48 +97,58 @@ class Turn:
         self._granted()
 
     def _lock(self, byte: int) -> bool:
-        try:
-            self._lockf(fcntl.LOCK_EX | fcntl.LOCK_NB, byte)
-        except BlockingIOError:
-            return False
-        return True
+        return _locked(self._file, byte)
 
     def _unlock(self, byte: int) -> None:
-        self._lockf(fcntl.LOCK_UN, byte)
-
-    def _lockf(self, operation: int, byte: int) -> None:
-        try:
-            fcntl.lockf(self._file, operation, 1, byte)
-        except BlockingIOError:
-            raise
-        except OSError as error:
-            raise TurnError(f"batching.overlap: cannot lock {self._path} any more: {error.strerror}") from error
+        _lockf(self._file, fcntl.LOCK_UN, byte)
 
 
-@contextmanager
-def whole_turn(path: Path) -> Iterator[None]:
-    """The turn, waited for in this thread and kept for the block: a worker that starts has steps to run, too.
+@asynccontextmanager
+async def whole_turn(file: int, waits: Callable[[bool], None]) -> AsyncIterator[None]:
+    """The turn, kept for the block: a worker that starts has steps to run, too.
 
     Args:
-        path: as of `Turn`, which this process must not have yet: the system frees all its locks of a file with any of them.
+        file: as of `Turn`, which this process must not have yet: its locks would be the same.
+        waits: told that it waits, and when that is over.
 
     Raises:
-        TurnError: the file cannot be opened or locked.
+        TurnError: the file cannot be locked.
     """
+    queued = _locked(file, _QUEUE)
+    if not (queued and _locked(file, _TURN)):
+        log.info("it is another model's turn; waiting for it to end")
+        waits(True)
+        await asyncio.to_thread(_wait, file, queued)
+        waits(False)
+    _lockf(file, fcntl.LOCK_UN, _QUEUE)
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise TurnError(f"batching.overlap: cannot open {path}: {error.strerror}") from error
-    try:
-        try:
-            for byte in (_QUEUE, _TURN):
-                fcntl.lockf(file, fcntl.LOCK_EX, 1, byte)
-            fcntl.lockf(file, fcntl.LOCK_UN, 1, _QUEUE)
-        except OSError as error:
-            raise TurnError(f"batching.overlap: cannot lock {path}: {error.strerror}") from error
         yield
     finally:
-        os.close(file)
+        _lockf(file, fcntl.LOCK_UN, _TURN)
+
+
+def _wait(file: int, queued: bool) -> None:
+    if not queued:
+        _lockf(file, fcntl.LOCK_EX, _QUEUE)
+    _lockf(file, fcntl.LOCK_EX, _TURN)
+
+
+def _locked(file: int, byte: int) -> bool:
+    """Lock a byte if nobody else has it."""
+    try:
+        _lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, byte)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _lockf(file: int, operation: int, byte: int) -> None:
+    try:
+        fcntl.lockf(file, operation, 1, byte)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        raise TurnError(f"batching.overlap: the file of turns cannot be locked: {error.strerror}") from error
 
 
 class Turns:
@@ -158,18 +164,15 @@ class Turns:
         self.taken = False
         """Steps are launched while no other worker's run."""
 
-    def configure(self, path: Path | None) -> None:
+    def configure(self, file: int | None) -> None:
         """From now on launch a step only while no other worker of the daemon runs one.
 
         Args:
-            path: the lock file that the workers share; None: launch freely.
-
-        Raises:
-            OSError: it cannot be opened; nothing has changed then.
+            file: the file of turns that the workers share; None: launch freely.
         """
-        if path is not None and self._turn is None:
-            self._turn = Turn(path, self._granted)
-        self.taken = path is not None
+        if file is not None and self._turn is None:
+            self._turn = Turn(file, self._granted)
+        self.taken = file is not None
 
     def take(self) -> bool:
         """Whether it is this worker's turn, to be used; see `Turn.take`."""
@@ -180,9 +183,10 @@ class Turns:
         return self._turn is not None and self._turn.wanted()
 
     def end(self, in_flight: int) -> None:
-        """The loop could launch its next step: a turn that was used is over when none of its steps is in flight."""
-        if self._turn is not None and self._turn.used:
-            self.give_back(in_flight)
+        """The loop could launch its next step: a turn that was used is over when none of its steps is in flight; so is any where
+        models run side by side now, and steps may follow each other without end."""
+        if self._turn is not None and (self._turn.used or not self.taken):
+            self.give_back(in_flight if self.taken else 0)
 
     def give_back(self, in_flight: int) -> None:
         """Let others launch, if it is this worker's turn and none of its steps is in flight."""
