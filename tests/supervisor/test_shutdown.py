@@ -66,6 +66,19 @@ def test_stuck_worker_does_not_hold_up_the_end(start: Start) -> None:
     assert daemon.wait() == 0
 
 
+def test_answers_do_not_wait_for_what_starts(start: Start) -> None:
+    """A model that starts in its turn would keep the others from their steps."""
+    daemon = start(small="ok", large="silent")
+    daemon.wait_log("large started")
+    daemon.wait_for(lambda: daemon.child("small")["state"] == "up" and daemon.child("api")["state"] == "up", "ready")
+    link = daemon.open_request(1.0)
+    daemon.signal(signal.SIGTERM)
+    daemon.wait_for(lambda: daemon.child("large")["state"] == "down", "end of the starting one")
+    assert daemon.child("small")["state"] == "up"
+    assert finish(link) == b"done\n"
+    assert daemon.wait() == 0
+
+
 def test_stop_while_starting(start: Start) -> None:
     daemon = start(small="silent")
     daemon.wait_log("small started")
