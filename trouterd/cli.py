@@ -104,6 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--socket", metavar="PATH", help="unix socket of the HTTP API ('' for none)")
     serve.add_argument("--listen", metavar="HOST:PORT", help="TCP address of the HTTP API")
     serve.add_argument("--control", metavar="PATH", help="control socket of trouterctl")
+    # For scripts that start a daemon (`trouterd.daemon`): drain when that process ends, however it does.
+    serve.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
     serve.set_defaults(run=_serve)
 
     check = add("check", "look for mistakes in the configuration, without loading weights", _CHECK, EPILOG)
@@ -191,7 +193,7 @@ def _serve(options: argparse.Namespace) -> int:
     logs.setup("supervisor", config.server.log_level, config.server.log_format)
 
     async def run() -> int:
-        return await Supervisor(config, reload=lambda: _load(options)).run()
+        return await Supervisor(config, reload=lambda: _load(options), parent=options.parent).run()
 
     try:
         return asyncio.run(run())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import tempfile
@@ -25,7 +26,8 @@ class DaemonError(Exception):
 
 
 class Daemon:
-    """`with Daemon(["-c", "trouterd.toml"]) as daemon:` runs `trouterd serve` with these arguments.
+    """`with Daemon(["-c", "trouterd.toml"]) as daemon:` runs `trouterd serve` with these arguments; it ends with this
+    process, if that is killed.
 
     Readiness is learned from the daemon's own notification, so nothing is polled over HTTP. `variables` are put over this process's
     environment.
@@ -56,7 +58,7 @@ class Daemon:
             notify.bind(address)
             notify.settimeout(_POLL)
             self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                module_command("trouterd.cli", "serve", *self._arguments),
+                module_command("trouterd.cli", "serve", "--parent", str(os.getpid()), *self._arguments),
                 env=environment(**self._variables, NOTIFY_SOCKET=address),
                 process_group=0,  # a terminal's Ctrl-C reaches the script, which drains us
             )

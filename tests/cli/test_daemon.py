@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -23,6 +28,26 @@ def test_ready_inside_and_gone_afterwards(tmp_path: Path, capfd: pytest.CaptureF
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert "WARNING" not in capfd.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trouterd.toml"]
+
+
+def test_it_ends_with_a_script_that_is_killed(tmp_path: Path) -> None:
+    """Nobody else would end it, and its models would keep their memory."""
+    (tmp_path / "trouterd.toml").write_text(DEMO_CONFIG)
+    lines = "import sys", "from trouterd.daemon import Daemon", "with Daemon(['-c', sys.argv[1]]) as daemon:"
+    code = "\n".join((*lines, "    print(daemon.pid, flush=True)", "    input()"))
+    command = [sys.executable, "-c", code, str(tmp_path / "trouterd.toml")]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True) as script:
+        assert script.stdout is not None
+        assert script.stderr is not None
+        daemon = os.pidfd_open(int(script.stdout.readline()))
+        script.kill()
+        ended, _, _ = select.select([daemon], [], [], 30)
+        if not ended:
+            signal.pidfd_send_signal(daemon, signal.SIGTERM)
+        os.close(daemon)
+        assert ended
+        assert f"the parent (pid {script.pid}) is gone: draining" in script.stderr.read()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trouterd.toml"]
 
 

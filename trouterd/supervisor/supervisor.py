@@ -47,14 +47,17 @@ class Supervisor:
         *,
         modules: Mapping[str, str] = ROLE_MODULES,
         reload: Callable[[], Config] | None = None,
+        parent: int = 0,
     ) -> None:
         """
         Args:
             config: as `trouterd.settings.load` gives it.
             modules: Python modules of the roles 'api' and 'worker'.
             reload: reads the configuration again, on SIGHUP.
+            parent: process id of who started this process and takes it along, however that one ends; 0: nobody does.
         """
         self._config = config
+        self._parent = parent
         self._modules = modules
         self._reload = reload
         self._stop = asyncio.Event()
@@ -116,6 +119,7 @@ class Supervisor:
 
     async def _serve(self, control: Any) -> int:
         self._handle_signals()
+        self._follow_parent()
         server = ControlServer(self._verbs.answer)
         await server.start(control)
         ticking = asyncio.create_task(self._tick_forever())
@@ -137,6 +141,25 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop, number.name)
         loop.add_signal_handler(signal.SIGHUP, self._hang_up)
+
+    def _follow_parent(self) -> None:
+        if not self._parent:
+            return
+        loop, words = asyncio.get_running_loop(), f"the parent (pid {self._parent}) is gone"
+        try:
+            parent = os.pidfd_open(self._parent)
+        except ProcessLookupError:
+            self.stop(words)
+            return
+
+        def gone() -> None:
+            loop.remove_reader(parent)
+            os.close(parent)
+            self.stop(words)
+
+        loop.add_reader(parent, gone)
+        if os.getppid() != self._parent:  # it ended before, and the id is another one's
+            gone()
 
     def _hang_up(self) -> None:
         task = asyncio.create_task(self._reload_live_keys())
