@@ -15,6 +15,7 @@ import pytest
 from trouterd import ctl
 from trouterd.cli import DEMO_CONFIG
 from trouterd.daemon import Daemon, DaemonError
+from trouterd.interpreter import environment
 
 
 def test_ready_inside_and_gone_afterwards(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -34,10 +35,13 @@ def test_ready_inside_and_gone_afterwards(tmp_path: Path, capfd: pytest.CaptureF
 def test_it_ends_with_a_script_that_is_killed(tmp_path: Path) -> None:
     """Nobody else would end it, and its models would keep their memory."""
     (tmp_path / "trouterd.toml").write_text(DEMO_CONFIG)
+    left = tmp_path / "left"  # by whoever is killed
+    left.mkdir()
     lines = "import sys", "from trouterd.daemon import Daemon", "with Daemon(['-c', sys.argv[1]]) as daemon:"
     code = "\n".join((*lines, "    print(daemon.pid, flush=True)", "    input()"))
     command = [sys.executable, "-c", code, str(tmp_path / "trouterd.toml")]
-    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True) as script:
+    variables = environment(TMPDIR=str(left))
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, env=variables) as script:
         assert script.stdout is not None
         assert script.stderr is not None
         daemon = os.pidfd_open(int(script.stdout.readline()))
@@ -48,7 +52,7 @@ def test_it_ends_with_a_script_that_is_killed(tmp_path: Path) -> None:
         os.close(daemon)
         assert ended
         assert f"the parent (pid {script.pid}) is gone: draining" in script.stderr.read()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["trouterd.toml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["left", "trouterd.toml"]
 
 
 def test_daemon_that_cannot_start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
