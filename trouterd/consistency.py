@@ -46,6 +46,11 @@ def config_problems(config: Config) -> list[str]:
     return problems or threshold_problems(config)
 
 
+def live_problems(config: Config) -> list[str]:
+    """What a change of a live key can break, although each key is in range."""
+    return threshold_problems(config) + _megakernel_problems(config)
+
+
 def threshold_problems(config: Config) -> list[str]:
     """Lists of delayed batching that are never met, or with which requests could wait for each other."""
     problems = []

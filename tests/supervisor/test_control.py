@@ -11,7 +11,8 @@ from pathlib import Path
 import msgspec
 
 from tests.supervisor.conftest import Start
-from tests.supervisor.daemon import toy_config
+from tests.supervisor.daemon import gpu_config, toy_config
+from trouterd.config import Batching
 from trouterd.control import Call, Ping, pack_frame, receive_frame
 
 
@@ -43,6 +44,22 @@ def test_refused_changes_keep_the_old_value_everywhere(start: Start) -> None:
     workers = daemon.status()["workers"].values()
     assert [(worker["threshold"], worker["config"]) for worker in workers] == [(0.3, 30.0), (0.3, 30.0)]
     assert "trouterd.audit" not in daemon.log
+
+
+def test_models_whose_kernels_need_all_of_a_gpu_keep_taking_turns(start: Start, tmp_path: Path) -> None:
+    config = gpu_config(tmp_path, small="", large="")
+    models = {
+        name: msgspec.structs.replace(model, path="ok", megakernel="on", megakernel_percent=60)
+        for name, model in config.models.items()
+    }
+    turns = msgspec.structs.replace(
+        config, models=models, batching=Batching(overlap=False), gpu=msgspec.structs.replace(config.gpu, mps="off")
+    )
+    daemon = start(turns).wait_ready()
+    reply = daemon.ask("set", key="batching.overlap", value=True)
+    assert reply.refused
+    assert reply.error.startswith("models.large.megakernel: on GPU 0 'small' says 'on' as well")
+    assert not daemon.ask("set", key="batching.relax", value=True).error, "everything else may change"
 
 
 def test_supervisor_itself_obeys_live_keys(start: Start) -> None:

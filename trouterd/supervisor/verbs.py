@@ -12,7 +12,7 @@ import msgspec
 
 from trouterd import __version__, logs
 from trouterd.calls import CallError, Refused
-from trouterd.consistency import threshold_problems
+from trouterd.consistency import live_problems
 from trouterd.settings import ConfigError, set_value
 from trouterd.supervisor.fleet import API, Fleet
 from trouterd.supervisor.process import Child, resident_bytes
@@ -80,7 +80,7 @@ class Verbs:
                 config, old, new = set_value(before, name, value)
             except ConfigError as error:
                 raise Refused(str(error)) from error
-            if problems := threshold_problems(config):
+            if problems := live_problems(config):
                 raise Refused("; ".join(problems))
             args = {"key": name, "value": new, "config": msgspec.to_builtins(config)}
             # Workers first: they know the ranges of an algorithm's parameters, the api takes what they took.
