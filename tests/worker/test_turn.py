@@ -23,7 +23,7 @@ from trouterd.calls import Refused
 from trouterd.config import Batching as Settings
 from trouterd.config import Route, Server
 from trouterd.worker.batching import Batching
-from trouterd.worker.turn import Turn, TurnError, whole_turn
+from trouterd.worker.turn import Turn, TurnError, Turns, whole_turn
 
 WORKER = textwrap.dedent(
     """
@@ -112,6 +112,25 @@ def test_a_turn_that_is_not_wanted_any_more_is_given_back(tmp_path: Path) -> Non
     asyncio.run(waiting())
     assert holder.wait() == 0
     assert start(tmp_path, "b", 1, 0, 1).wait() == 0
+
+
+def test_looking_who_waits_costs_nobody_his_place_in_the_queue(tmp_path: Path) -> None:
+    """Steps that were launched before models took turns may still be in flight while their worker waits."""
+    holder = holding(tmp_path, 600)
+    ask = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1)"
+
+    async def waiting() -> None:
+        turn = Turn(tmp_path / "lock", lambda: None)
+        assert not turn.take()
+        assert turn.wanted()
+        found = subprocess.run([sys.executable, "-c", ask, str(tmp_path / "lock")], capture_output=True, check=False)
+        assert b"BlockingIOError" in found.stderr, "the place is still taken"
+
+    try:
+        asyncio.run(waiting())
+    finally:
+        holder.kill()
+        holder.wait()
 
 
 def test_a_whole_turn_is_waited_for_and_kept(tmp_path: Path) -> None:
@@ -212,6 +231,20 @@ async def test_steps_are_queued_in_a_turn_that_nobody_waits_for(
         await cluster.settled()
     assert device.most_in_flight == most
     assert (made[0].taken == len(device.launched)) == others
+    assert not made[0].held
+
+
+def test_a_turn_ends_at_once_with_taking_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that launches freely may always have a step in flight, while somebody who starts waits for a whole turn."""
+    made: list[SharedTurn] = []
+    monkeypatch.setattr("trouterd.worker.turn.Turn", lambda *args: made.append(SharedTurn(*args)) or made[0])
+    turns = Turns(lambda: None)
+    turns.configure(tmp_path)
+    made[0].held = made[0].used = True
+    turns.end(in_flight=1)
+    assert made[0].held
+    turns.configure(None)
+    turns.end(in_flight=1)
     assert not made[0].held
 
 

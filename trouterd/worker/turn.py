@@ -71,8 +71,9 @@ class Turn:
         return self.held
 
     def wanted(self) -> bool:
-        """Whether another worker waits for the turn that this one holds. Raises TurnError."""
-        if not self._lock(_QUEUE):
+        """Whether it is not this worker's turn, or another one waits for it. Raises TurnError."""
+        # A worker without the turn may be in the queue, and would leave it by looking there.
+        if not self.held or not self._lock(_QUEUE):
             return True
         self._unlock(_QUEUE)
         return False
@@ -176,12 +177,15 @@ class Turns:
         return self._turn is not None and self._turn.take()
 
     def wanted(self) -> bool:
-        """Whether another worker waits: then no further step is queued in this turn."""
+        """Whether no further step may be queued behind those in flight: another worker waits, or has the turn."""
         return self._turn is not None and self._turn.wanted()
 
     def end(self, in_flight: int) -> None:
-        """The loop could launch its next step: a turn that was used is over when none of its steps is in flight."""
-        if self._turn is not None and self._turn.used:
+        """The loop could launch its next step: a turn that was used is over when none of its steps is in flight, one that is not
+        needed any more at once, since of models that launch freely there may always be one."""
+        if not self.taken:
+            self.give_back(0)
+        elif self._turn is not None and self._turn.used:
             self.give_back(in_flight)
 
     def give_back(self, in_flight: int) -> None:
