@@ -75,7 +75,7 @@ def _divisions(setup: Setup) -> Iterator[tuple[Way, Mapping[str, Sequence[str]]]
     """Parts of the card for persistent kernels, as lines of the models' tables: for that of one model, then for one of each."""
     said = {name: setup.settings.of_model(name) for name in setup.names}
     if kernel := setup.kernel_model:
-        usual = said[kernel].get("megakernel_percent") or round(100 * SHARED_PART)
+        usual = said[kernel].get("megakernel_percent") or round(100 * (1.0 if setup.takes_turns else SHARED_PART))
         taken = sum(
             own.get("megakernel_percent", 0)
             for name, own in said.items()

@@ -142,6 +142,9 @@ def test_a_sweep_of_one_card_fits_into_six_minutes(capsys: pytest.CaptureFixture
     assert set(eager) <= set(kept)
     assert "kernel at 40 %" not in listed
     assert {"trouterd/low/r2r-35/eager/64", "turns/low/r2r-35/planned/64", "trouterd/low/large/-/64"} <= set(kept)
+    # In turns the whole card is usual.
+    assert main(["--experiment", "f", *pair, *quick, "340", "--set", "batching.overlap=false"]) == 0
+    assert "kernel at 40 %" in capsys.readouterr().out
     # All of it at 16 and 64 streams; nothing at fewer, nor with limits of the large model, before that.
     assert main(["--experiment", "f", *pair, *quick, "490"]) == 0
     listed = capsys.readouterr().out
