@@ -218,7 +218,9 @@ def test_servers_that_share_a_gpu_divide_it_as_one_daemon_does(tmp_path: Path) -
     # What takes turns in a daemon runs side by side in servers.
     assert alone("small", overlap=False).megakernel_percent == 40
     on = {name: msgspec.structs.replace(model, megakernel="on") for name, model in models.items()}
-    with pytest.raises(ValueError, match=r"models\.large\.megakernel: servers of their own take no turns; divide the GPU of small"):
+    with pytest.raises(
+        ValueError, match=r"models\.large\.megakernel: servers of their own take no turns; divide the GPU of small"
+    ):
         alone("large", overlap=False, **on)
     parts = {name: msgspec.structs.replace(model, megakernel_percent=50) for name, model in on.items()}
     assert alone("large", overlap=False, **parts).megakernel_percent == 50

@@ -299,7 +299,9 @@ def test_every_route_decides_some_rows_and_many_before_anybody_waits(directory: 
     assert asked == {"a": [8, 16, 1, 70], "b": [8, 16, 1, 70]}
 
 
-@pytest.mark.parametrize(("wanted", "routes", "runs"), [(8, 0, 1), (8, 3, 1), (8, 8, 1), (8, 9, 2), (1, 3, 3), (0, 3, 1)])
+@pytest.mark.parametrize(
+    ("wanted", "routes", "runs"), [(8, 0, 1), (8, 3, 1), (8, 8, 1), (8, 9, 2), (1, 3, 3), (0, 3, 1)]
+)
 def test_a_step_runs_until_every_route_has_had_a_row(wanted: int, routes: int, runs: int) -> None:
     """Of a model of one request, or of more routes than a step has prompts, too."""
     rounds = list(TrialStep((1,) * max(wanted, 1), context=1, page_size=PAGE, wanted=wanted).rounds(routes))

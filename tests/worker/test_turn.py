@@ -119,12 +119,15 @@ def test_looking_who_waits_costs_nobody_his_place_in_the_queue(tmp_path: Path) -
     holder = holding(tmp_path, 600)
     ask = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1)"
 
+    def queued() -> bool:
+        command = [sys.executable, "-c", ask, str(tmp_path / "lock")]
+        return b"BlockingIOError" in subprocess.run(command, capture_output=True, check=False).stderr
+
     async def waiting() -> None:
         turn = Turn(tmp_path / "lock", lambda: None)
         assert not turn.take()
         assert turn.wanted()
-        found = subprocess.run([sys.executable, "-c", ask, str(tmp_path / "lock")], capture_output=True, check=False)
-        assert b"BlockingIOError" in found.stderr, "the place is still taken"
+        assert queued()
 
     try:
         asyncio.run(waiting())

@@ -83,9 +83,7 @@ class TrialStep:
         """Of its slots, for each time that it has to run until every one of this many routes has had a row."""
         ends = self._ends.tolist()
         for first in range(0, max(routes, 1), self.wanted or max(routes, 1)):
-            yield [
-                _setup(slot, end, (first + slot) % routes if routes else NO_ROUTE) for slot, end in enumerate(ends)
-            ]
+            yield [_setup(slot, end, (first + slot) % routes if routes else NO_ROUTE) for slot, end in enumerate(ends)]
 
     def sampling(self) -> SamplingRows:
         """The same for the host's sampler."""

@@ -37,7 +37,7 @@ class Turn:
 
     def __init__(self, path: Path, granted: Callable[[], None]) -> None:
         self._path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = _open(path)
         self._loop = asyncio.get_running_loop()
         self._granted = granted
         self._waits: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -131,7 +131,7 @@ def whole_turn(path: Path) -> Iterator[None]:
         TurnError: the file cannot be opened or locked.
     """
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        file = _open(path)
     except OSError as error:
         raise TurnError(f"batching.overlap: cannot open {path}: {error.strerror}") from error
     try:
@@ -144,6 +144,10 @@ def whole_turn(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(file)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
 class Turns:
