@@ -12,6 +12,8 @@ import textwrap
 from collections.abc import Callable
 from operator import eq
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import pytest
@@ -20,8 +22,10 @@ from models.script import ScriptRunner
 from tests.harness import Cluster
 from tests.worker.resident import FakeResident
 from trouterd.calls import Refused
+from trouterd.child import Control
 from trouterd.config import Batching as Settings
-from trouterd.config import Route, Server
+from trouterd.config import Config, Model, Route, Server
+from trouterd.worker import main
 from trouterd.worker.batching import Batching
 from trouterd.worker.turn import Turn, TurnError, Turns, whole_turn
 
@@ -268,6 +272,20 @@ async def test_a_worker_whose_turn_cannot_come_ends(tmp_path: Path, monkeypatch:
     async with asyncio.timeout(20):
         with pytest.raises(TurnError, match=r"batching\.overlap: cannot lock .*/lock any more: No locks available"):
             await worker.run()
+
+
+async def test_a_start_whose_turn_cannot_come_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a worker that decodes is: the daemon ends only when it never got one to start."""
+
+    def refused(*_: object) -> None:
+        raise TurnError("batching.overlap: cannot lock /x: No locks available")
+
+    monkeypatch.setattr(main, "load_model", refused)
+    words: list[str] = []
+    config = Config(models={"m": Model(path="m")})
+    link = SimpleNamespace(boot=SimpleNamespace(role="m"), config=config, last_words=words.append)
+    assert await main.run(cast(Control, link)) == 1
+    assert words == ["batching.overlap: cannot lock /x: No locks available"]
 
 
 async def test_a_lock_file_that_cannot_be_made_is_a_refusal(tmp_path: Path) -> None:
