@@ -4,7 +4,7 @@
 |---|---|
 | no graphs | CUDA graphs: every kernel is launched by the host (the persistent kernel is one launch either way) |
 | no extend graphs | graphs of steps that feed several tokens of a request, which a hand-off brings |
-| no async | models side by side: they take turns, one step at a time, and none is queued behind another |
+| no async | models side by side: they take turns, and none queues a step while another one waits |
 | no delayed batching | waiting for company: whatever is ready is launched |
 | no multi-step | steps queued behind the running one |
 | no MPS | kernels of two models side by side on one GPU; there is nothing to leave out where no GPU is shared |

@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.ablations import ABLATIONS, without
 from bench.deployment import Deployment, Fleet, RouteSpec, serving
-from bench.experiment_case import STD, SYNCHRONOUS, TURNS, Case, CaseError, Measure, Record
+from bench.experiment_case import STD, SYNCHRONOUS, TURNS, WHOLE, Case, CaseError, Measure, Record
 from bench.experiment_setup import Setup
 from bench.experiment_steps import StepTimes, longer
 from bench.patterns import Mixture, Pattern
@@ -160,7 +160,7 @@ class OpenedFleet:
                 factors, by = measured, "measured"
         if self._setup.given_contention:
             factors, by = self._setup.given_contention, "given"
-        if case.system == TURNS or self._setup.takes_turns:
+        if case.system in (TURNS, WHOLE) or self._setup.takes_turns:
             if network.size > 2:
                 raise CaseError(f"thresholds for models that take turns are known for two, not for {network.size}")
             return replace(network, turns=True), "turns"

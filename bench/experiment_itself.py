@@ -22,7 +22,7 @@ from models.cuda.shard import Shard
 
 NO_KERNEL = f"{ITSELF} no megakernel"
 _OVERLAP = ("[batching]\noverlap = true",)
-"""Taking turns is for several models; one that is alone would only lose the step that is queued behind another."""
+"""Taking turns is for several models; for one that is alone nobody waits."""
 _LESS = 20
 """Importance that every way but the first costs."""
 

@@ -3,7 +3,8 @@
 - As it is: under MPS, the persistent kernel of the small model on 40 % of the multiprocessors for the whole of its steps.
 - Divided: that kernel on another part of them (`megakernel_percent`), of which the large model's kernels have the rest; or with
   a persistent kernel of the large model on the rest.
-- In turns: one model at a time (`batching.overlap = false`), on the daemon as it is.
+- In turns: one model at a time (`batching.overlap = false`), on the daemon as it is; or with a persistent kernel for each model, on
+  all of the card in its turn.
 - Without MPS, and with MPS limits of the large model, which come last: its matrix library gives wrong products on some.
 """
 
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from bench.ablations import ablated
 from bench.deployment import Deployment
-from bench.experiment_case import LARGE, SMALL, TROUTERD, TURNS, Case, Stage
+from bench.experiment_case import LARGE, SMALL, TROUTERD, TURNS, WHOLE, Case, Stage
 from bench.experiment_fleet import EAGER, PLANNED
 from bench.experiment_scope import REFERENCE, Scope
 from bench.experiment_setup import Setup
@@ -49,6 +50,8 @@ def stages(scope: Scope) -> list[Stage]:
     if setup.placement != SHARED:
         return found
     found += [_stage(scope, way, setup.deployment(own=own)) for way, own in _divisions(setup)]
+    if turns and _is_free(setup):
+        found.append(_whole(scope))
     contention = _TIME_SLICES if len(setup.names) == len(_TIME_SLICES) else None
     found.append(_stage(scope, Way("no MPS", 12), ablated(setup.deployment(), "no MPS"), contention))
     for rank, percent in enumerate(LIMITS):
@@ -75,7 +78,7 @@ def _divisions(setup: Setup) -> Iterator[tuple[Way, Mapping[str, Sequence[str]]]
     """Parts of the card for persistent kernels, as lines of the models' tables: for that of one model, then for one of each."""
     said = {name: setup.settings.of_model(name) for name in setup.names}
     if kernel := setup.kernel_model:
-        usual = said[kernel].get("megakernel_percent") or round(100 * SHARED_PART)
+        usual = said[kernel].get("megakernel_percent") or (_WHOLE if setup.takes_turns else round(100 * SHARED_PART))
         taken = sum(
             own.get("megakernel_percent", 0)
             for name, own in said.items()
@@ -84,11 +87,25 @@ def _divisions(setup: Setup) -> Iterator[tuple[Way, Mapping[str, Sequence[str]]]
         for percent in KERNEL:
             if percent != usual and percent + taken <= _WHOLE:
                 yield Way(f"kernel at {percent} %", 0, (kernel,)), {kernel: (f"megakernel_percent = {percent}",)}
-    if setup.names == (SMALL, LARGE) and not any("megakernel" in own for own in said.values()):
+    if _is_free(setup):
         for percent in BOTH:
             parts = {SMALL: percent, LARGE: _WHOLE - percent}
             own = {name: ('megakernel = "on"', f"megakernel_percent = {part}") for name, part in parts.items()}
             yield Way(f"kernels at {percent} + {_WHOLE - percent} %", 6, (SMALL, LARGE)), own
+
+
+def _is_free(setup: Setup) -> bool:
+    """Nobody has said which of two models has a persistent kernel."""
+    said = (setup.settings.of_model(name) for name in setup.names)
+    return setup.names == (SMALL, LARGE) and not any("megakernel" in own for own in said)
+
+
+def _whole(scope: Scope) -> Stage:
+    """Turns from the start, so that each model's kernel can have all of the card."""
+    kernels = scope.setup.deployment(own=dict.fromkeys((SMALL, LARGE), ('megakernel = "on"',)))
+    way = Way(WHOLE, 5, (SMALL, LARGE))
+    cases = [*_probes(scope, way, way.changed, _PROBE), *_planned(scope, way, _SIDE_BY_SIDE)]
+    return scope.fleet(cases, name=way.name, deployment=ablated(kernels, "no async"), measured=True)
 
 
 def _stage(scope: Scope, way: Way, deployment: Deployment, contention: Sequence[float] | None = None) -> Stage:

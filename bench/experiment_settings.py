@@ -74,8 +74,24 @@ class Settings:
 
 
 def told(values: Mapping[str, Any]) -> str:
-    """For people: `small.megakernel_percent = 30, batching.overlap = false`; '' for none."""
-    return ", ".join(f"{key.removeprefix(f'{_MODELS}.')} = {toml_value(value)}" for key, value in values.items())
+    """For people: `small.megakernel_percent = 30, batching.overlap = false`; of several models with the same
+    `context_length = 4096 (small, large)`; '' for none."""
+    models: dict[str, list[str]] = {}
+    for key, value in values.items():
+        name, setting = _apart(key)
+        models.setdefault(f"{setting} = {toml_value(value)}", []).append(name)
+    return ", ".join(
+        f"{text} ({', '.join(names)})" if len(names) > 1 else f"{names[0]}.{text}" if names[0] else text
+        for text, names in models.items()
+    )
+
+
+def _apart(key: str) -> tuple[str, str]:
+    """The model of a key, or "", and the rest of it."""
+    if not key.startswith(f"{_MODELS}."):
+        return "", key
+    name, _, setting = key.removeprefix(f"{_MODELS}.").partition(".")
+    return name, setting
 
 
 def _spelled_out(key: str, names: Sequence[str]) -> Iterator[str]:

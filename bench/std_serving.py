@@ -32,6 +32,7 @@ from bench.mps import sharing
 from bench.target import Counters, ModelCounters, Target
 from trouterd.config import Config, Model
 from trouterd.config_dump import dump
+from trouterd.consistency import live_problems
 from trouterd.settings import load
 from trouterd.worker.engine import kernel_share
 from trouterd.worker.gpu_check import megakernel_owners
@@ -123,18 +124,21 @@ def _alone(name: str, config: Config) -> str:
 
 
 def _sharing_kernel(name: str, model: Model, config: Config) -> Model:
-    """The persistent kernel as in a daemon of all models of the GPU: who has it there has it on a part of the GPU."""
+    """The persistent kernel as in a daemon of all models of the GPU that run side by side, as servers of their own do: who has it
+    there has it on a part of the GPU."""
     sharers = {other: config.models[other] for other in config.sharing(model.gpus[0])}
     # What only the GPU itself can rule out is ruled out by the server: then none has it.
     owners = megakernel_owners(sharers, lambda one: one.tensor_parallel == 1)
     if name not in owners:
         return msgspec.structs.replace(model, megakernel="off")
-    if len(owners) > 1 and sum(kernel_share(owner, config) for owner in owners) > 1:
+    batching = msgspec.structs.replace(config.batching, overlap=True)
+    together = msgspec.structs.replace(config, models=sharers, routes={}, batching=batching)
+    if live_problems(together):
         raise ValueError(
             f"models.{name}.megakernel: servers of their own take no turns; divide the GPU of {' and '.join(owners)}"
             " (megakernel_percent), or set one to 'off'"
         )
-    return msgspec.structs.replace(model, megakernel_percent=round(100 * kernel_share(name, config)))
+    return msgspec.structs.replace(model, megakernel_percent=round(100 * kernel_share(name, together)))
 
 
 @contextmanager

@@ -7,8 +7,9 @@ hand-offs without prefill, HTTP and everything else stay as they are, where publ
 distance is what asynchrony and delayed batching are worth, and nothing else. It takes no start of another daemon either. A
 dispatcher with a barrier over one-token servers would be slower for other reasons: see `bench.std_serving`.
 
-No step is queued behind another meanwhile. What rounds cannot keep out: a request that arrives is fed its prompt at once, and
-those that are ready go along.
+The entry queues no step behind another meanwhile, since not everybody is back; a peer does as long as nobody waits for its turn,
+for requests that it most likely keeps. What rounds cannot keep out: a request that arrives is fed its prompt at once, and those
+that are ready go along.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def step_synchronous(fleet: Fleet, route: str, most: int, *, writes_on: bool = F
         route: which requests are measured; others must not be active meanwhile.
         most: active requests at most.
         writes_on: a peer may keep a request for several tokens (R-Stitch), so that nobody waits for all to be back: the models
-            take turns, and a round is a step of each that has requests.
+            take turns, and a round is a turn of each that has requests.
     """
     entry, *peers = fleet.deployment.route(route).models
     everybody = [] if writes_on else list(range(1, most + 1))

@@ -278,9 +278,9 @@ class Model(Section, frozen=True):
         Meta(
             ge=0,
             le=100,
-            description="Part of the GPU's multiprocessors that the persistent kernel takes; 0 = 40 where models of this daemon"
-            " share the GPU side by side, else 100. For a GPU that other programs use too, and for a large model's kernel on a"
-            " shared one.",
+            description="Part of the GPU's multiprocessors, or of those that sm_percent leaves, that the persistent kernel takes;"
+            " 0 = 40 where models of this daemon share the GPU side by side, else 100. For a GPU that other programs use too,"
+            " and for a large model's kernel on a shared one.",
         ),
     ] = 0
     sm_percent: Annotated[

@@ -52,8 +52,8 @@ def config_problems(config: Config) -> list[str]:
 
 
 def live_problems(config: Config) -> list[str]:
-    """The same of what live keys can bring about."""
-    return _megakernel_problems(config) or threshold_problems(config)
+    """What a change of a live key can break, although each key is in range."""
+    return threshold_problems(config) + _megakernel_problems(config)
 
 
 def threshold_problems(config: Config) -> list[str]:

@@ -38,6 +38,8 @@ def test_they_reach_the_configuration(tmp_path: Path) -> None:
     assert told(made.settings.values) == (
         'small.depth = 1, large.depth = 3, small.megakernel_percent = 30, batching.overlap = false, gpu.mps = "off"'
     )
+    same = setup("*.depth=1", "small.page_size=32").settings.values
+    assert told(same) == "depth = 1 (small, large), small.page_size = 32"
     made.check()
     assert made.takes_turns
     assert not setup("batching.overlap=true").takes_turns

@@ -96,7 +96,7 @@ def test_a_file_of_before_can_be_read(tmp_path: Path) -> None:
     group = Group(read_results(tmp_path))
     text = targets_table([group])
     assert rows(text, "R2R, p = 0.35 / large only")[0][4:9] == [
-        *("2.35", "planned B", "in the routed daemon", "p 0.328 for 0.35", "2.23"),
+        *("1.85", "planned B; context_length = 4096 (small, large)", "by itself", "p 0.344 for 0.35", "1.82"),
     ]
     assert len(rows(latencies(group), "low")) == len(group.windows) == len(rows(details(group), "low"))
 

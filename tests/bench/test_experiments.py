@@ -142,6 +142,9 @@ def test_a_sweep_of_one_card_fits_into_six_minutes(capsys: pytest.CaptureFixture
     assert set(eager) <= set(kept)
     assert "kernel at 40 %" not in listed
     assert {"trouterd/low/r2r-35/eager/64", "turns/low/r2r-35/planned/64", "trouterd/low/large/-/64"} <= set(kept)
+    # In turns the whole card is usual.
+    assert main(["--experiment", "f", *pair, *quick, "340", "--set", "batching.overlap=false"]) == 0
+    assert "kernel at 40 %" in capsys.readouterr().out
     # All of it at 16 and 64 streams; nothing at fewer, nor with limits of the large model, before that.
     assert main(["--experiment", "f", *pair, *quick, "490"]) == 0
     listed = capsys.readouterr().out
@@ -159,7 +162,11 @@ def test_a_sweep_of_one_card_fits_into_six_minutes(capsys: pytest.CaptureFixture
     assert main(["--experiment", "f", *pair, *quick, "420", *(part for one in both for part in ("--set", one))]) == 0
     listed = capsys.readouterr().out
     assert "kernel at 40 %: " in listed
-    assert not [part for part in ("kernel at 60 %", "kernel at 80 %", "kernels at") if part in listed]
+    assert not [part for part in ("kernel at 60 %", "kernel at 80 %", "kernels at", "a kernel each") if part in listed]
+    assert main(["--experiment", "f", *pair, *quick, "420", "--set", "batching.overlap=false"]) == 0
+    listed = capsys.readouterr().out
+    assert "kernel at 40 %: " in listed, "in turns the usual part is the whole"
+    assert "a kernel each" not in listed
 
 
 def test_every_experiment_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,6 +182,8 @@ def test_every_experiment_can_be_listed(capsys: pytest.CaptureFixture[str]) -> N
     assert "no graphs/" not in seen["b", "cpu"]
     assert "large at 80 %/" in seen["f", "cuda:0"]
     assert "large at 80 %/" not in seen["f", "cuda:0,cuda:1"]
+    assert "turns, a kernel each/low/r2r-35/planned/4" in seen["f", "cuda:0"]
+    assert "a kernel each" not in seen["f", "cpu"] + seen["f", "cuda:0,cuda:1"]
     assert "turns/" in seen["f", "cpu"]
     assert "turns/" not in seen["f", "cuda:0,cuda:1"]
     three = [*pair, "--middle", "Qwen3-8B", "--devices", "cuda:0,cuda:1,cuda:2"]

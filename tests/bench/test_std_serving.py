@@ -18,7 +18,7 @@ from bench.deployment import Deployment, Fleet, ModelSpec, RouteSpec, serving
 from bench.std_serving import DispatcherError, _alone, std_serving, std_serving_on
 from bench.target import Target
 from tests.bench.client import answers, streamed, written
-from trouterd.config import Config, Model
+from trouterd.config import Batching, Config, Model
 from trouterd.demo import LARGE_DIRECTORY, SMALL_DIRECTORY
 from trouterd.settings import load
 
@@ -202,9 +202,9 @@ def test_servers_that_share_a_gpu_divide_it_as_one_daemon_does(tmp_path: Path) -
 
     models = {"small": on_gpu(SMALL_DIRECTORY, kv_tokens=4096), "large": on_gpu(LARGE_DIRECTORY, kv_tokens=4096)}
 
-    def alone(name: str, **changes: Model) -> Model:
+    def alone(name: str, *, overlap: bool = True, **changes: Model) -> Model:
         file = tmp_path / "alone.toml"
-        file.write_text(_alone(name, Config(models=models | changes)))
+        file.write_text(_alone(name, Config(models=models | changes, batching=Batching(overlap=overlap))))
         config = load(file, {})
         assert (list(config.models), config.routes, config.batching.mode) == ([name], {}, "eager")
         return config.models[name]
@@ -215,5 +215,14 @@ def test_servers_that_share_a_gpu_divide_it_as_one_daemon_does(tmp_path: Path) -
     assert alone("large", small=without).megakernel_percent == 40
     far = msgspec.structs.replace(models["large"], device="cuda:1")
     assert (alone("small", large=far).megakernel_percent, alone("large", large=far).megakernel) == (0, "auto")
+    # What takes turns in a daemon runs side by side in servers.
+    assert alone("small", overlap=False).megakernel_percent == 40
+    on = {name: msgspec.structs.replace(model, megakernel="on") for name, model in models.items()}
+    with pytest.raises(
+        ValueError, match=r"models\.large\.megakernel: servers of their own take no turns; divide the GPU of small"
+    ):
+        alone("large", overlap=False, **on)
+    parts = {name: msgspec.structs.replace(model, megakernel_percent=50) for name, model in on.items()}
+    assert alone("large", overlap=False, **parts).megakernel_percent == 50
     with pytest.raises(ValueError, match=r"models\.large\.kv_tokens: the servers of small and large share a GPU"):
         alone("large", large=on_gpu(LARGE_DIRECTORY))

@@ -13,6 +13,7 @@ import torch
 from models.batch import ModelRunner
 from models.config import ModelConfig, ModelError
 from models.cuda import products
+from models.cuda.decoder import RAGGED_KEYS
 from models.device_runner import DeviceRunner
 from models.resident import DeviceRoute, RoutedRows
 from models.shape import load_shape
@@ -182,6 +183,16 @@ def test_every_kind_of_step_is_tried_before_anybody_waits_for_it() -> None:
     assert rows(graphs=False) == [8, 16, 32, 64, 128, 256, 512]
 
 
+def test_first_prompts_have_the_attention_of_short_ones() -> None:
+    """Whoever may have but a few of them, of whatever length, has steps of as many rows by the same kernel."""
+    for requests, most in ((1, RAGGED_KEYS), (2, 2 * RAGGED_KEYS)):
+        settings = Model(path="m", max_batch_tokens=8192, max_requests=requests)
+        *_, largest, _, _ = first_steps(settings, 8192)
+        assert len(largest.counts) == requests
+        assert max(largest.counts) < RAGGED_KEYS
+        assert most // 2 < sum(largest.counts) < most
+
+
 def test_step_ends_a_full_context() -> None:
     batch = TrialStep((1, 1, 3), context=10, page_size=PAGE, wanted=3).batch()
     assert batch.slots.tolist() == [0, 1, 2, 2, 2]
@@ -285,7 +296,18 @@ def test_every_route_decides_some_rows_and_many_before_anybody_waits(directory: 
         asked.update(a=[], b=[])
 
     one.measure(prepare)
-    assert asked == {"a": [8, 16, 1, 70], "b": [8, 16, 70]}
+    assert asked == {"a": [8, 16, 1, 70], "b": [8, 16, 1, 70]}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "routes", "runs"), [(8, 0, 1), (8, 3, 1), (8, 8, 1), (8, 9, 2), (1, 3, 3), (0, 3, 1)]
+)
+def test_a_step_runs_until_every_route_has_had_a_row(wanted: int, routes: int, runs: int) -> None:
+    """Of a model of one request, or of more routes than a step has prompts, too."""
+    rounds = list(TrialStep((1,) * max(wanted, 1), context=1, page_size=PAGE, wanted=wanted).rounds(routes))
+    assert len(rounds) == runs
+    assert {setup.route for setups in rounds for setup in setups} >= set(range(routes if wanted else 0))
+    assert all(setup.routable == (routes > 0) for setups in rounds for setup in setups)
 
 
 def test_a_limit_that_breaks_products_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

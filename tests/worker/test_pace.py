@@ -37,6 +37,12 @@ def test_long_steps_are_slept_through_and_the_next_one_is_queued_towards_their_e
     assert pace.nap(8, 0.015) == 0
 
 
+def test_a_step_that_is_a_little_late_is_watched() -> None:
+    pace = learnt(0.02)
+    assert [pace.nap(8, elapsed) for elapsed in (0.02, 0.0205, 0.0229)] == [0, 0, 0]
+    assert pace.nap(8, 0.024) == pytest.approx(0.0012)
+
+
 def test_a_step_that_is_over_its_time_is_looked_at_less_and_less() -> None:
     pace = learnt(5e-4)
     assert pace.nap(8, 0.01) == 0

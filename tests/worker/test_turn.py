@@ -14,13 +14,17 @@ from collections.abc import Callable
 from operator import eq
 from pathlib import Path
 from subprocess import PIPE
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from models.script import ScriptRunner
 from tests.harness import Cluster
 from tests.worker.resident import FakeResident
-from trouterd.config import Route
+from trouterd.child import Control
+from trouterd.config import Config, Model, Route
+from trouterd.worker import main
 from trouterd.worker.turn import Turn, TurnError, whole_turn
 
 WORKER = textwrap.dedent(
@@ -281,3 +285,17 @@ async def test_a_turn_ends_where_models_run_side_by_side(monkeypatch: pytest.Mon
         await answer.until(30)
         assert not made[0].held, "one that comes late"
         await cluster.settled()
+
+
+async def test_a_start_whose_turn_cannot_come_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a worker that decodes is: the daemon ends only when it never got one to start."""
+
+    def refused(*_: object) -> None:
+        raise TurnError("batching.overlap: the file of turns cannot be locked: No locks available")
+
+    monkeypatch.setattr(main, "load_model", refused)
+    words: list[str] = []
+    config = Config(models={"m": Model(path="m")})
+    link = SimpleNamespace(boot=SimpleNamespace(role="m"), config=config, last_words=words.append)
+    assert await main.run(cast(Control, link)) == 1
+    assert words == ["batching.overlap: the file of turns cannot be locked: No locks available"]

@@ -221,7 +221,7 @@ def _packer(name: str, config: Config, shape: Shape, vocab_size: int, host: Host
 
 
 def kernel_share(name: str, config: Config) -> float:
-    """Part of its GPU's multiprocessors that the persistent kernel of a model takes."""
+    """Part of the multiprocessors that a model may use which its persistent kernel takes."""
     model = config.models[name]
     if model.megakernel_percent:
         return model.megakernel_percent / 100

@@ -136,9 +136,11 @@ class DecoderWeights:
             runner.capture()
 
     def exercise(self, runner: ModelRunner, step: TrialStep) -> None:
-        """A forward pass with all that follows it on the device, each of the runner's routes included."""
-        if isinstance(runner, DeviceRunner):
-            for setup, pages in zip(step.setups(runner.routes), step.pages, strict=True):
+        """Forward passes with all that follows them on the device, until each of the runner's routes has decided a row."""
+        if not isinstance(runner, DeviceRunner):
+            return
+        for setups in step.rounds(runner.routes):
+            for setup, pages in zip(setups, step.pages, strict=True):
                 runner.setup(setup)
                 runner.set_pages(setup.slot, 0, range(pages))
             runner.launch(step.rows())

@@ -277,10 +277,10 @@ async def _run(control: Control, ranks: Ranks | None) -> int:
         if isinstance(loaded.engine, GpuEngine):
             async with _turn(control):
                 await worker.prepare(partial(loaded.engine.capture, engine.runner))
-    except (ModelError, ScriptError, AlgorithmError, Refused, TurnError) as error:
+    except (ModelError, ScriptError, AlgorithmError, Refused) as error:
         control.fatal(str(error))
         return 1
-    except CallError as error:
+    except (CallError, TurnError) as error:  # another start may get further, and the other workers go on meanwhile
         log.error("%s", error)
         control.last_words(str(error))
         return 1

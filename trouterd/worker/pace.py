@@ -11,8 +11,11 @@ SHORT = WAKE_EARLY + TICK
 QUEUE_FROM = 0.85
 """Share of a long step after which the next one is queued: early enough to leave no gap, late enough that requests which arrive
 while it runs still join the next one."""
+LATE = 0.15
+"""Share of its time by which a step may be late and is still watched: batch mates and contexts make one longer than the next, and
+a nap begun just before its end costs a tick or two, of which large steps had one in twenty on average."""
 PATIENCE = 0.05
-"""A step that is over its time is looked at again after this share of the time that it has taken so far."""
+"""A step that is later is looked at again after this share of the time that it has taken so far."""
 MOST_NAP = 20e-3
 """Seconds after which a step is looked at again, whatever was expected of it."""
 _WEIGHT = 0.2
@@ -48,6 +51,9 @@ class Pace:
 
     def nap(self, rows: int, elapsed: float) -> float:
         """How long the loop may sleep while a step runs that began so long ago; 0 = it should watch."""
-        left = self.expected(rows) - elapsed
-        nap = min(left - WAKE_EARLY if left > 0 else PATIENCE * elapsed, MOST_NAP)
-        return nap if nap >= TICK else 0.0
+        expected = self.expected(rows)
+        if elapsed < expected:
+            nap = expected - elapsed - WAKE_EARLY
+        else:
+            nap = PATIENCE * elapsed if elapsed > (1 + LATE) * expected else 0.0
+        return min(nap, MOST_NAP) if nap >= TICK else 0.0

@@ -23,8 +23,8 @@ _LONG = 512
 _SHORTEST = 8
 """The same where no step has graphs: the persistent kernel takes so many, and others are no smaller."""
 _PROMPTS = 8
-"""Of a step, at least: routes may decide few rows in other kernels than many, and each route has some of them."""
-_PROMPT = 1024
+"""Of a step, at least: routes may decide few rows in other kernels than many."""
+_PROMPT = 4095
 """Rows of one, at most: longer ones may have their attention from another library."""
 _BESIDE = 15
 """Requests that decode beside a prompt, in one of the steps."""
@@ -79,25 +79,11 @@ class TrialStep:
             output_index=np.zeros(len(rows.logit_rows), np.int64),
         )
 
-    def setups(self, routes: int) -> Iterator[SlotSetup]:
-        """Of its slots: sampled in the most costly way, on this many routes in turn."""
-        for slot, end in enumerate(self._ends.tolist()):
-            yield SlotSetup(
-                slot=slot,
-                prompt_length=end,
-                max_tokens=2,
-                min_tokens=0,
-                stop_ids=(),
-                temperature=1.0,
-                top_k=50,
-                top_p=0.9,
-                min_p=0.01,
-                seed=slot,
-                choice=0,
-                route=slot % routes if routes else NO_ROUTE,
-                routable=routes > 0,
-                params=(FOREIGN,) * MAX_PARAMS,
-            )
+    def rounds(self, routes: int) -> Iterator[list[SlotSetup]]:
+        """Of its slots, for each time that it has to run until every one of this many routes has had a row."""
+        ends = self._ends.tolist()
+        for first in range(0, max(routes, 1), self.wanted or max(routes, 1)):
+            yield [_setup(slot, end, (first + slot) % routes if routes else NO_ROUTE) for slot, end in enumerate(ends)]
 
     def sampling(self) -> SamplingRows:
         """The same for the host's sampler."""
@@ -111,6 +97,26 @@ class TrialStep:
             choice=np.zeros(count, np.int64),
             output_index=np.zeros(count, np.int64),
         )
+
+
+def _setup(slot: int, tokens: int, route: int) -> SlotSetup:
+    """Sampled in the most costly way."""
+    return SlotSetup(
+        slot=slot,
+        prompt_length=tokens,
+        max_tokens=2,
+        min_tokens=0,
+        stop_ids=(),
+        temperature=1.0,
+        top_k=50,
+        top_p=0.9,
+        min_p=0.01,
+        seed=slot,
+        choice=0,
+        route=route,
+        routable=route != NO_ROUTE,
+        params=(FOREIGN,) * MAX_PARAMS,
+    )
 
 
 def first_steps(model: Model, context: int) -> Iterator[TrialStep]:
@@ -136,6 +142,7 @@ def largest_steps(model: Model, context: int) -> Iterator[TrialStep]:
 def _prompts(model: Model, context: int, rows: int) -> TrialStep:
     """Prompts of about the same length."""
     number = min(max(_PROMPTS, -(-rows // min(context, _PROMPT))), model.max_requests, rows)
+    rows = min(rows, number * _PROMPT)
     counts = tuple(rows // number + (place < rows % number) for place in range(number))
     return TrialStep(counts, counts[-1], model.page_size, wanted=number)
 

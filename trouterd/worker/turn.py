@@ -68,9 +68,9 @@ class Turn:
         return self.held
 
     def wanted(self) -> bool:
-        """Whether another worker waits for the turn that this one holds, or has it. Raises TurnError."""
-        # The thread that waits may have the queue: locks are the process's, and unlocking it here would give its place away.
-        if self._waiting or not self._lock(_QUEUE):
+        """Whether it is not this worker's turn, or another one waits for it. Raises TurnError."""
+        # A worker without the turn may be in the queue, and would leave it by looking there.
+        if not self.held or not self._lock(_QUEUE):
             return True
         self._unlock(_QUEUE)
         return False
@@ -179,14 +179,16 @@ class Turns:
         return self._turn is not None and self._turn.take()
 
     def wanted(self) -> bool:
-        """Whether another worker waits: then no further step is queued in this turn."""
+        """Whether no further step may be queued behind those in flight: another worker waits, or has the turn."""
         return self._turn is not None and self._turn.wanted()
 
     def end(self, in_flight: int) -> None:
-        """The loop could launch its next step: a turn that was used is over when none of its steps is in flight; so is any where
-        models run side by side now, and steps may follow each other without end."""
-        if self._turn is not None and (self._turn.used or not self.taken):
-            self.give_back(in_flight if self.taken else 0)
+        """The loop could launch its next step: a turn that was used is over when none of its steps is in flight, one that is not
+        needed any more at once, since of models that launch freely there may always be one."""
+        if not self.taken:
+            self.give_back(0)
+        elif self._turn is not None and self._turn.used:
+            self.give_back(in_flight)
 
     def give_back(self, in_flight: int) -> None:
         """Let others launch, if it is this worker's turn and none of its steps is in flight."""

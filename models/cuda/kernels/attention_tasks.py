@@ -143,6 +143,7 @@ def list_tasks(
     tasks = positions.new_empty((capacity, RECORD))
     tickets = positions.new_empty((cells, kv_heads))
     block = max(triton.next_power_of_2(rows), 64)
+    is_sorted = block <= MOST_SORTED
     _list_tasks[(1,)](
         positions,
         leaders,
@@ -159,7 +160,7 @@ def list_tasks(
         LEAST_KEYS=shape.least_keys,
         WORDS=RECORD,
         BLOCK=block,
-        SORTED=block <= MOST_SORTED,
-        num_warps=min(max(block // 32, 2), 8) if block <= MOST_SORTED else min(max(block // 128, 2), 16),
+        SORTED=is_sorted,
+        num_warps=block // 32 if is_sorted else min(block // 128, 16),
     )
     return TaskList(tasks, tickets, tile_rows)
