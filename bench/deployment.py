@@ -7,6 +7,7 @@ models by its arguments alone.
 from __future__ import annotations
 
 import json
+import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -29,6 +30,9 @@ from trouterd.settings import BUILTIN, merge
 SCRIPT = "script:"
 READY_TIMEOUT = 600.0
 """Seconds that a daemon gets to load its models, and to compile kernels at its first start."""
+RESTART_TIMEOUT = 180.0
+"""The same for a process that has ended while its daemon serves."""
+_LOOK = 0.2
 _LETTERS = 64
 """Ids of a script: ordinary ones of the vocabulary, others for each model."""
 SCRIPT_TOKENS = 1 << 16
@@ -228,6 +232,18 @@ class Fleet:
             for key, value in settings.items():
                 stack.callback(self.live, key, self.live(key, value))
             yield
+
+    def wait_ready(self, seconds: float = RESTART_TIMEOUT) -> None:
+        """Until all of its processes are up: one that has ended is started again, which takes a large model half a minute.
+
+        Raises:
+            RuntimeError: that takes longer, or the daemon is about to end.
+        """
+        deadline = time.monotonic() + seconds
+        while (state := self.call("status")["state"]) != "ready":
+            if state == "draining" or time.monotonic() > deadline:
+                raise RuntimeError(f"the daemon is {state}, and not ready")
+            time.sleep(_LOOK)
 
     def call(self, verb: str) -> Any:
         """What a control verb answers. Raises RuntimeError."""

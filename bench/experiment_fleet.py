@@ -80,6 +80,7 @@ class OpenedFleet:
 
     def record(self, case: Case, measure: Measure) -> Record:
         """See `Opened`."""
+        self._fleet.wait_ready()
         pattern = self._patterns.get(case.subject)
         if not case.batching.startswith(PLANNED):
             self._fleet.live("batching.mode", case.batching or EAGER)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +71,19 @@ def test_configuration(tmp_path: Path) -> None:
     file = tmp_path / "trouterd.toml"
     file.write_text(deployment.configuration(tmp_path))
     assert settings.load(file, {}, check=False).models["e"].format == "script"
+
+
+def test_a_process_that_was_lost_is_waited_for(tmp_path: Path) -> None:
+    with serving(SCRIPTED, tmp_path) as fleet:
+        (process,) = (one for one in fleet.call("status")["processes"] if one["name"] == "large")
+        os.kill(process["pid"], signal.SIGKILL)
+        while fleet.call("status")["state"] == "ready":
+            pass
+        with pytest.raises(RuntimeError, match="the daemon is degraded, and not ready"):
+            fleet.wait_ready(0.0)
+        fleet.wait_ready()
+        (again,) = (one for one in fleet.call("status")["processes"] if one["name"] == "large")
+        assert again["pid"] != process["pid"]
 
 
 def test_targets(fleet: Fleet) -> None:

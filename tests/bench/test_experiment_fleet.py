@@ -31,6 +31,9 @@ class FakeFleet:
         self.targets = {R2R.route: Target("trouterd r2r", "unix:/nowhere", "r2r", 1)}
         self.told: list[tuple[str, Any]] = []
 
+    def wait_ready(self) -> None:
+        """It never ends."""
+
     def live(self, key: str, value: Any) -> Any:
         self.told.append((key, value))
 
