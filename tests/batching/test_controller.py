@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.batching.loads import load, paper_pair
+from trouterd.batching import controller as controller_module
 from trouterd.batching import state
 from trouterd.batching import trials as trials_module
 from trouterd.batching.controller import MOST, WAITING, Controller, Kept
@@ -20,7 +21,7 @@ from trouterd.batching.estimate import ENOUGH, Estimator, Learned
 from trouterd.batching.groups import Group, fingerprint, groups_of
 from trouterd.batching.launch import feasible
 from trouterd.batching.network import Network, StepTime
-from trouterd.batching.plan import plan
+from trouterd.batching.plan import BatchingPlan, plan
 from trouterd.batching.policies import constant
 from trouterd.batching.predictor import Predictor
 from trouterd.batching.replay import RunWorkload, best, geometric
@@ -192,6 +193,19 @@ def test_eager_stays_where_waiting_gains_nothing() -> None:
     run(controller, Daemon(network, 8, rate=3000), 30)
     assert not controller.lists
     assert controller.state == "settled"
+
+
+def test_there_is_a_state_while_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller, seen = Controller(group()), []
+
+    def watched(network: Network, concurrency: int, max_batch: int | None = None) -> BatchingPlan:
+        seen.append(controller.state)
+        return plan(network, concurrency, max_batch)
+
+    monkeypatch.setattr(controller_module, "plan", watched)
+    run(controller, Daemon(paper_pair(), 8), 60)
+    assert len(seen) > 1
+    assert all(seen), "trouterctl top reads it meanwhile"
 
 
 def test_step_times_routing_and_commits_are_those_of_the_daemon() -> None:

@@ -172,8 +172,10 @@ class Controller:
             # Another model is the slowest one now, one that has just come into use, say: nothing is known of what these gain.
             self.lists = {}
             self._trials.forget()
-        self.state = self._trials.pending(now)
-        if not self.state:
+        # Others read the state meanwhile: it is the old one until there is a new one.
+        if pending := self._trials.pending(now):
+            self.state = pending
+        else:
             self._improve(network, now, count, obeyed=obeyed)
         thresholds = self._thresholds(self.lists, network, count)
         self.predicted = self._rate(network, count, thresholds) if active else 0.0
@@ -192,13 +194,13 @@ class Controller:
             thresholds = self._thresholds(lists, network, count)
             return self._rate(network, count, thresholds) * (self.trust if max(thresholds) > 1 else 1.0)
 
-        self.state = "settled"
         waits = max(self._thresholds(self.lists, network, count)) > 1
         target = max(planned, Lists(), key=believed)
         if believed(target) > (1 + (GAIN if waits else WAITING)) * believed(self.lists):
             self._change(network, now, count, target, obeyed=obeyed, trial=False)
         elif obeyed and self._trials.due(now):
             self._change(network, now, count, Lists() if waits else planned, obeyed=obeyed, trial=True)
+        self.state = self._trials.pending(now) or "settled"
 
     def _change(self, network: Network, now: float, count: int, lists: Lists, *, obeyed: bool, trial: bool) -> None:
         """Put lists into force, and watch what comes of it."""
@@ -213,7 +215,6 @@ class Controller:
         without = self._rate(network, count, eager) if max(eager) == 1 else 0.0
         promise = self._rate(network, count, wait) / without if without else 0.0
         self._trials.watch(now, before, self.measured(now), promise, waits=waits, trial=trial)
-        self.state = self._trials.pending(now)
 
     def _target(self, network: Network, now: float, count: int) -> Lists:
         found = plan(network, max(self._most, count), self.group.max_batch)
