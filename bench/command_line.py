@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from bench.endpoint import EndpointError
 from trouterd.daemon import DaemonError
 from trouterd.termination import Terminated, terminable
 
@@ -28,7 +29,7 @@ def run_command(name: str, main: Callable[[], int | None]) -> NoReturn:
     try:
         with terminable():
             code = main()
-    except DaemonError as error:
+    except (DaemonError, EndpointError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         code = 1
     except KeyboardInterrupt as error:

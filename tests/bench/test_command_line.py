@@ -13,6 +13,7 @@ import pytest
 import uvloop
 
 from bench.command_line import run_command, whole_numbers
+from bench.endpoint import EndpointError
 from trouterd.daemon import DaemonError
 
 BENCHES = sorted(
@@ -74,14 +75,21 @@ def test_every_benchmark_ends_so(path: Path) -> None:
     assert ("    run_command(" in path.read_text()) is (path.stem not in RUN_BY_OTHERS)
 
 
-def test_a_daemon_that_does_not_start_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        DaemonError("the daemon exited with code 78 before it was ready"),
+        EndpointError("unix:api.sock", "POST /v1/completions: the request was aborted by the operator"),
+    ],
+)
+def test_what_a_daemon_does_is_one_line(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
     def main() -> int:
-        raise DaemonError("the daemon exited with code 78 before it was ready")
+        raise error
 
     with pytest.raises(SystemExit) as left:
         run_command("bench.served", main)
     assert left.value.code == 1
-    assert capsys.readouterr().err == "bench.served: the daemon exited with code 78 before it was ready\n"
+    assert capsys.readouterr().err == f"bench.served: {error}\n"
 
 
 def test_whole_numbers() -> None:
