@@ -48,7 +48,10 @@ def _comparisons(group: Group) -> dict[str, _Shown]:
 
 
 def baselines(group: Group, workload: str, counts: Sequence[int]) -> str:
-    """A row for each way to serve the large model alone, and which is the fastest; with a remark where one is missing."""
+    """A row for each way to serve the large model alone, and which is the fastest; with a remark where one is missing.
+
+    Nothing where there is nothing to compare with it, at no number of streams.
+    """
     rows: list[Sequence[object]] = []
     fastest: dict[int, str] = {}
     for system in group.large_systems:
@@ -57,7 +60,7 @@ def baselines(group: Group, workload: str, counts: Sequence[int]) -> str:
         fastest |= {
             count: system_name(best.case.system) for count, one in found.items() if (best := group.best_large(one))
         }
-    if not rows:
+    if not rows or not counts:
         return ""
     if len(rows) > 1:
         rows.append(("the fastest: *large only*", *(fastest.get(count) for count in counts)))

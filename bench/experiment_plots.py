@@ -96,7 +96,10 @@ def _settings(group: Group) -> str:
 
 
 def _workloads(experiment: str, group: Group) -> list[str]:
-    """A plot each; those of experiment g share one."""
+    """A plot each; those of experiment g share one. Of experiment a those of which the budget left more than the models alone."""
+    if experiment == "a":
+        compared = {one.case.workload for one in group.windows if one.case.subject in group.names}
+        return [workload for workload in group.workloads() if workload in compared]
     return group.workloads()[:1] if experiment == "g" else group.workloads()
 
 

@@ -75,6 +75,15 @@ def test_large_only_is_the_fastest_way_to_serve_it(tmp_path: Path) -> None:
     assert "was not measured by itself" in compared_table(Group([result("a", compared())]))
 
 
+def test_a_workload_of_which_only_the_large_model_was_measured_has_no_table_and_no_plot(tmp_path: Path) -> None:
+    alone = record(case("large", 1, system=ITSELF, workload="agent"), 60.0)
+    text = write_report(saved(tmp_path, result("a", [*compared(), alone])))
+    assert "Workload `low`: the large model without routing" in text
+    assert "Workload `agent`: the large model without routing" not in text
+    assert rows(text, "by itself", "agent"), "all windows are told"
+    assert [path.stem for path in tmp_path.glob("*.png")] == ["a-Qwen3-0.6B+Qwen3-32B-shared"]
+
+
 def test_ways_to_serve_the_large_model_alone() -> None:
     def names(*devices: str, pair: tuple[str, str] = ("Qwen3-0.6B", "Qwen3-32B"), world: int = 1) -> dict[str, Any]:
         return dict(ways(Setup(pair, devices, (1, world))))
