@@ -83,6 +83,11 @@ class NoDevice:
         del rows
         return True
 
+    def skips(self, rows: int) -> bool:
+        """There are no dead rows."""
+        del rows
+        return False
+
     def launch(self, rows: StepRows) -> int:
         """The step begins now, or when the one before it ends."""
         self._launched += 1

@@ -40,6 +40,10 @@ class Steps(Protocol):
         """Whether the step is a replay of graphs."""
         ...
 
+    def skips(self, rows: int) -> bool:
+        """Whether a step of so many rows, all of which are decided, is over at once where all of them are inactive."""
+        ...
+
     def launch(self, number: int, rows: StepRows, runs: Runs, routes: tuple[int, ...]) -> None:
         """Queue step `number` with what the slot table has pending."""
         ...
@@ -150,6 +154,10 @@ class DeviceRunner:
     def quick(self, rows: StepRows) -> bool:
         """Whether `launch` only replays graphs."""
         return self._steps.quick(rows, self._runs_of(rows), self._routes_of(rows))
+
+    def skips(self, rows: int) -> bool:
+        """Whether a step of so many own tokens is over at once when no slot of them is active any more."""
+        return self._steps.skips(rows)
 
     def launch(self, rows: StepRows) -> int:
         """Queue a step behind those in flight; returns its number."""

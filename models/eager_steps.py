@@ -53,6 +53,11 @@ class EagerSteps:
         del rows, runs, routes
         return False
 
+    def skips(self, rows: int) -> bool:
+        """A step is over when it has been launched, so that none is queued for nothing."""
+        del rows
+        return False
+
     def launch(self, number: int, rows: StepRows, runs: Runs, routes: tuple[int, ...]) -> None:
         """Run step `number`; `routes` are those of its logit rows that are decided here."""
         started = time.perf_counter()

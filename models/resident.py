@@ -137,6 +137,10 @@ class Resident(ModelRunner, Protocol):
         """Whether `launch` only replays graphs; otherwise it takes milliseconds of host time and belongs in a thread."""
         ...
 
+    def skips(self, rows: int) -> bool:
+        """Whether a step of so many own tokens is over at once when no slot of them is active any more."""
+        ...
+
     def launch(self, rows: StepRows) -> int:
         """Queue a step behind those in flight, after everything that was set up. Returns its number, rising from 1.
 

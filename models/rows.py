@@ -86,6 +86,15 @@ class Planner(Protocol):
 
 
 @runtime_checkable
+class Skipper(Protocol):
+    """A `RowDecoder` that finds out on the device that it has nothing to do."""
+
+    def skips(self, rows: int) -> bool:
+        """Whether a captured step of so many rows and logit rows is over at once where all of them are inactive."""
+        ...
+
+
+@runtime_checkable
 class Accompanied(Protocol):
     """A `RowDecoder` whose `forward` also runs elsewhere, where it is captured when it is captured here."""
 

@@ -20,7 +20,7 @@ from models.cuda.inbox import MAX_CHANGES, entry_of
 from models.cuda.step_kernels import StepKernels
 from models.device_routes import RouteError, RouteInputs
 from models.resident import DeviceRoute, StepRecord, StepRows
-from models.rows import Accompanied, Planner, RowDecoder, Rows, Runs
+from models.rows import Accompanied, Planner, RowDecoder, Rows, Runs, Skipper
 from models.slots import Int32Array, SlotTable
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ class CudaSteps:
         self._decoder = decoder
         self._replaying = decoder.replaying if isinstance(decoder, Accompanied) else _unheard
         self._plans = decoder.plans if isinstance(decoder, Planner) else _never
+        self._skips = decoder.skips if isinstance(decoder, Skipper) else _always_runs
         self._slots = slots
         self._device = decoder.device
         self._shapes = Shapes(buckets, extends=extends)
@@ -192,6 +193,11 @@ class CudaSteps:
         graphs = self._graphs.get(self._shape(rows, runs))
         return graphs is not None and bool(self._replays(graphs, routes))
 
+    def skips(self, rows: int) -> bool:
+        """Whether a step of so many rows, all of which are decided, is over at once where all of them are inactive."""
+        shape = self._shapes.of(rows, rows)
+        return shape in self._graphs and self._skips(max(shape))
+
     def _shape(self, rows: StepRows, runs: Runs) -> Shape:
         """The shape whose graphs a step replays; one that has none where kernels that are launched one by one are faster."""
         return NO_SHAPE if self._plans(len(rows), runs) else self._shapes.of(len(rows), len(rows.logit_rows))
@@ -300,6 +306,11 @@ class CudaSteps:
 
 def _unheard(_rows: int, _logit_rows: int) -> None:
     """Nobody follows."""
+
+
+def _always_runs(_rows: int) -> bool:
+    """A step without an active row takes as long as others."""
+    return False
 
 
 def _never(_rows: int, _runs: Runs) -> bool:

@@ -42,6 +42,10 @@ class FastPath(Protocol):
         """Whether it can run this step; depends on the shapes alone."""
         ...
 
+    def skips(self, rows: int) -> bool:
+        """See `Skipper`."""
+        ...
+
     def forward(self, rows: Rows) -> StepOutput:
         """As `CudaDecoder.forward`."""
         ...
@@ -201,6 +205,10 @@ class CudaDecoder:
     def plans(self, rows: int, runs: Runs) -> bool:
         """See `Planner`: long runs take FlashInfer's kernel, but for steps so small that launching their kernels takes longest."""
         return rows > SMALL_ROWS and _long(runs) and self._has_ragged()
+
+    def skips(self, rows: int) -> bool:
+        """See `Skipper`: the fast path does."""
+        return self.fast_path is not None and self.fast_path.skips(rows)
 
     def matrix(self, layer: int, kind: MatrixKind) -> torch.Tensor:
         """[outputs, inputs] one of a layer's matrices, valid until the next call."""

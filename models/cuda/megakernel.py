@@ -146,6 +146,10 @@ class Megakernel:
         """Whether it runs this step faster than others do; depends on the shapes alone."""
         return 0 < len(rows) <= self._most_rows and len(rows.logit_rows) <= self._most_rows
 
+    def skips(self, rows: int) -> bool:
+        """See `Skipper`."""
+        return rows <= self._most_rows
+
     def forward(self, rows: Rows) -> StepOutput:
         """As `RowDecoder.forward`, for steps that it `takes`; can be captured."""
         count, wanted, params = len(rows), len(rows.logit_rows), self._params

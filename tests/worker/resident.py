@@ -73,6 +73,8 @@ class FakeResident:
         self.launched: list[StepRows] = []
         """Every step, in order."""
         self.setups: list[SlotSetup] = []
+        self.skipped = 0
+        """Most rows of a step that ends early when they are all dead."""
         self.dead_rows = 0
         self.most_in_flight = 0
         self._dice = dice or random.Random(0)
@@ -107,6 +109,9 @@ class FakeResident:
 
     def quick(self, rows: StepRows) -> bool:
         return len(rows) <= 16
+
+    def skips(self, rows: int) -> bool:
+        return rows <= self.skipped
 
     def launch(self, rows: StepRows) -> int:
         assert self._unpolled < self.depth, f"{self._unpolled} steps are in flight already"
@@ -186,6 +191,8 @@ class FakeResident:
         for slot in {int(s) for s in rows.slots[~alive]}:
             assert not self._slots[slot].active
         if not len(fed):
+            if len(rows) <= self.skipped:
+                record.seconds = 0.0
             return record
         index = np.array(
             [position + 1 - slot.setup.prompt_length for slot, position in zip(slots, positions[where], strict=True)],

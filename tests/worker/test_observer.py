@@ -32,10 +32,11 @@ class Fed:
 class Decided:
     chunks: list[Any]
     seconds: float
+    alive: list[bool] = field(default_factory=list)
+    """All of them unless said."""
 
-    @property
-    def alive(self) -> list[bool]:
-        return [True] * len(self.chunks)
+    def __post_init__(self) -> None:
+        self.alive = self.alive or [True] * len(self.chunks)
 
 
 def ended(observer: Observer, begin: float, now: float, *, seconds: float = 0.5, followed: bool = False) -> None:
@@ -70,6 +71,15 @@ def test_prompts_are_busy_time_but_no_sample_of_a_step() -> None:
     assert observer.busy_seconds == 1.0
     assert observer.report(2.0, 3, 0).steps == []
     assert [step.requests for step in observer.since(0.0)] == [0]
+
+
+def test_dead_steps_are_busy_time_but_no_sample_of_a_step() -> None:
+    observer = Observer(Stats())
+    observer.note(Decided([Fed()], 0.5, [False]), 1.0, 1.5, followed=False)  # type: ignore[arg-type]
+    observer.ready(2.0)
+    assert observer.busy_seconds == 1.0
+    report = observer.report(2.0, 3, 0)
+    assert (report.steps, report.decisions) == ([], 0)
 
 
 def test_the_latest_steps_stay_for_whoever_measures() -> None:

@@ -233,6 +233,24 @@ async def test_a_step_of_rows_that_tend_to_leave_is_not_queued_ahead() -> None:
     assert small.dead_rows > 5
 
 
+async def test_a_step_that_ends_early_when_it_is_dead_is_queued_ahead() -> None:
+    """With every second row handed over the chance of a live row is worth a step that is over at once otherwise."""
+    dead = {}
+    for skipped in (0, 8):
+        small = FakeResident(scripted(SMALL * 4), patience=3, seconds=0.002)
+        small.skipped = skipped
+        async with pair(small, FakeResident(scripted(LARGE * 4)), "bernoulli", p=0.5).running() as cluster:
+            await cluster.generate("demo", [1, 2], max_tokens=120)
+            await cluster.settled()
+            stepper = cluster.workers["small"].stepper
+            assert isinstance(stepper, PipelinedStepper)
+            # Dead steps, which are over at once, say nothing of live ones.
+            assert stepper._pace.expected(1) == 0.002
+        dead[skipped] = small.dead_rows
+    assert dead[0] <= 5
+    assert dead[8] > 20
+
+
 # Hand-offs
 
 

@@ -32,9 +32,9 @@ class Observer:
         """Of all steps, what they cost around the model included."""
         self._steps: deque[Step] = deque(maxlen=STEPS)
         self._latest: deque[Step] = deque(maxlen=LATEST)
-        """Those that fed a prompt among them, with 0 requests."""
+        """Those that fed a prompt among them, and those of dead rows alone, with 0 requests."""
         self._open: tuple[float, float, int] | None = None
-        """Begin of a step with none behind it, when its outcome was seen, and its requests, 0 if it fed a prompt."""
+        """Begin of a step with none behind it, when its outcome was seen, and its requests, 0 as in `_latest`."""
         self._idle_since = float("inf")
         """From then on the model had nothing to do, if it is not in a step now."""
         self.waited, self.waited_seconds = 0, 0.0
@@ -52,7 +52,7 @@ class Observer:
             followed: another step was queued behind it.
         """
         self._decisions += sum(outcome.alive)
-        requests = len(outcome.chunks) if _no_prompts(outcome.chunks) else 0
+        requests = len(outcome.chunks) if any(outcome.alive) and _no_prompts(outcome.chunks) else 0
         begin = begin or now - outcome.seconds
         self._idle_since = now
         if followed:
@@ -92,7 +92,8 @@ class Observer:
             self._steps.append(step)
 
     def since(self, moment: float) -> list[Step]:
-        """The latest steps, from the first that ended after this time.monotonic() on; one that fed a prompt has 0 requests."""
+        """The latest steps, from the first that ended after this time.monotonic() on; one that fed a prompt, or nobody, has 0
+        requests."""
         found = list(takewhile(lambda step: step.begin + step.seconds > moment, reversed(self._latest)))
         return found[::-1]
 

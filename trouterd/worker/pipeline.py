@@ -28,8 +28,9 @@ log = logging.getLogger(__name__)
 SLOW_LAUNCH = 2.0
 """Seconds: a launch that takes longer has most likely waited for a compiler, which was to be over when the worker was ready."""
 GAP = 0.25e-3
-"""Seconds of idle device between two steps that one does not have to queue ahead to avoid: a step is not worth it when the chance
-that all its rows are dead, times its length, is more."""
+"""Seconds of idle device between two steps, which queueing the second ahead avoids where one of its rows is alive."""
+SKIPPED = 0.15e-3
+"""Seconds of a step that ends early since all its rows are dead: taking in, sampling, and the head of the routing algorithm."""
 
 
 @dataclass(slots=True)
@@ -97,7 +98,8 @@ class PipelinedStepper:
         return self.started + wait
 
     def worthwhile(self, chunks: Sequence[Chunk]) -> bool:
-        """False when another step is in flight and its results will most likely leave this one without a live row."""
+        """False when another step is in flight, and what this one would take if that left it without a live row outweighs the gap
+        that it fills otherwise, by their chances."""
         if not self._flights:
             return True
         dead = 1.0
@@ -105,7 +107,14 @@ class PipelinedStepper:
             if not chunk.own or chunk.first < len(chunk.request.tokens):
                 return True
             dead *= 1.0 - chunk.request.route.stay_rate
-        return dead * self._pace.expected(len(chunks)) <= GAP
+        return dead * self._wasted(len(chunks)) <= (1.0 - dead) * GAP
+
+    def _wasted(self, rows: int) -> float:
+        """Seconds of a step of so many rows that are all dead."""
+        if self.runner.skips(rows):
+            return SKIPPED
+        # Visits may never have had a step of so few rows.
+        return self._pace.expected(rows) or self._pace.expected(self._flights[-1].rows)
 
     async def launch(self, chunks: Sequence[Chunk], meanwhile: Callable[[], None]) -> None:
         """Queue a step behind those in flight."""
@@ -163,8 +172,10 @@ class PipelinedStepper:
     def _landed(self, flight: _Flight, record: StepRecord) -> Outcome:
         self._ended += 1
         self._last_end = time.monotonic()
-        self._pace.observe(flight.rows, record.seconds)
         alive, stays, destinations = record.alive.tolist(), record.stays.tolist(), record.destinations.tolist()
+        # A step of dead rows that ended early says nothing of live ones.
+        if not alive or any(alive) or not self.runner.skips(flight.rows):
+            self._pace.observe(flight.rows, record.seconds)
         for row, route in enumerate(flight.routes):
             if route is None:
                 destinations[row] = 0

@@ -3,7 +3,8 @@
 // One block per SM. Its ninth warp streams the SM's share of all weights through shared memory (stream.cuh); the other eight go
 // through the phases of each layer, with a barrier over all SMs after each: QKV product, attention, output product + residual,
 // gate and up products + SiLU, down product + residual; then the LM head. Norms before products need no phase: their weights
-// are applied to the activations in registers, their scale to the sums. Activations stay in L2.
+// are applied to the activations in registers, their scale to the sums. Activations stay in L2. A launch without an active row is
+// over at once.
 #ifdef MEGA_EMULATED
 #include "emulated_device.h"
 #else
@@ -162,8 +163,29 @@ struct Forward {
   }
 };
 
+// Whether any row is an active one; for all lanes of a warp alike.
+DEVICE bool is_live(const Params& p) {
+  bool found = false;
+  for (int row = lane(); row < p.rows; row += 32) found |= load_fixed_int(p.positions + row) >= 0;
+  return vote(found) != 0;
+}
+
+// A step was queued while the one that its requests left in still ran: what comes of its rows means nothing, but is finite.
+DEVICE void clear_results(const Params& p) {
+  const int first = cta() * THREADS + thread(), all = ctas() * THREADS;
+  for (int row = 0; row < p.logit_count; ++row) {
+    for (int at = first; at < p.vocabulary; at += all) p.logits[(long long)row * p.logit_stride + at] = 0.0f;
+    for (int at = first; at < p.hidden; at += all) p.hidden_out[(long long)row * p.hidden + at] = 0;
+  }
+}
+
 template <int ROWS>
 DEVICE void forward(const Params& p, unsigned char* memory) {
+  wait_for_predecessor();
+  if (!is_live(p)) {
+    clear_results(p);
+    return;
+  }
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   Ring ring = {shared.full, shared.empty, shared.ring};
   if (thread() == 0) ring.init(Cut<ROWS>::HALVES);
@@ -174,7 +196,6 @@ DEVICE void forward(const Params& p, unsigned char* memory) {
     if (thread() == CONSUMERS) Producer{ring, shared.shares, 0}.run(p);
   } else {
     take_registers();
-    wait_for_predecessor();
     Forward<ROWS>(p, shared, ring).run();
   }
 }

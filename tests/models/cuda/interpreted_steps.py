@@ -173,6 +173,9 @@ class InterpretedSteps:
     def quick(self, rows: StepRows, runs: Runs, routes: tuple[int, ...]) -> bool:
         return False
 
+    def skips(self, rows: int) -> bool:
+        return False
+
     def launch(self, number: int, rows: StepRows, runs: Runs, routes: tuple[int, ...]) -> None:
         kernels, count = self.kernels, len(rows.logit_rows)
         if number % 2:

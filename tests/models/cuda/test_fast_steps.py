@@ -109,6 +109,7 @@ def test_kernel_goes_with_its_pool(tmp_path: Path, share: float, alone: bool, mo
     sizes = ((1, 0, True), (most, most, True), (most + 1, 1, False), (8, most + 1, False), (0, 0, False))
     for rows, wanted, taken in sizes:
         assert decoder.fast_path.takes(empty_rows(rows, wanted)) is taken
+    assert [decoder.fast_path.skips(rows) for rows in (1, most, most + 1)] == [True, True, False]
     assert any(tensor is decoder.k_cache for tensor in decoder.fast_path._tensors)
     fast.detach()
     assert decoder.fast_path is None

@@ -51,6 +51,22 @@ def test_steps_equal_the_reference(pair: Pair) -> None:
         pair.check(runs, idle=0 if len(runs) == 8 else 2)
 
 
+def test_a_step_of_inactive_rows_leaves_everything_as_it_is(pair: Pair) -> None:
+    pair.check([(40, [1, 2, 3])])
+    batch = pair.batch([(40, [4]), (41, [5])])
+    for slot in (40, 41):
+        pair.lengths[slot] -= 1
+    rows = pair.rows(batch, idle=1)
+    rows.positions.fill_(-1)
+    before = pair.k_cache.clone(), pair.v_cache.clone()
+    output = pair.kernel.forward(rows)
+    assert torch.equal(output.logits, torch.zeros(3, 259))
+    assert torch.equal(output.hidden, torch.zeros_like(output.hidden))
+    for cache, old in zip((pair.k_cache, pair.v_cache), before, strict=True):
+        assert torch.equal(cache.view(torch.int16), old.view(torch.int16))
+    pair.check([(40, [4]), (41, [5])], idle=1)
+
+
 def test_pages_that_cut_a_tile_of_keys_are_refused(pair: Pair) -> None:
     kernel = pair.kernel
     cache = torch.zeros(2, 4, 2, 8, 64, dtype=torch.bfloat16)
