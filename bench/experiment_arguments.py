@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from bench import experiment_quality
 from bench.command_line import above_zero, not_negative, whole_number, whole_numbers
+from bench.experiment_case import CaseError
 from bench.experiment_setup import CPU
 
 NAME = "bench.throughput"
@@ -25,11 +27,15 @@ def read(arguments: Sequence[str], experiments: Sequence[str], description: str 
         arguments: of the command line.
         experiments: those of windows, by letter.
         description: of the help.
+
+    Raises:
+        CaseError: there are no such experiments, or they do not go together.
     """
-    parser = _parser(experiments, description)
+    parser = _parser(description)
     options = parser.parse_args(arguments)
+    _check_letters(options.experiment, experiments)
     given = [name for name, value in vars(options).items() if value != parser.get_default(name)]
-    if options.experiment == experiment_quality.LETTER:
+    if options.experiment == (experiment_quality.LETTER,):
         wrong = [name for name in given if name not in _OF_QUALITY]
         why = (
             "does not go with experiment h, which asks the demo pair; --problems, --points and --sweeps bound its time"
@@ -44,11 +50,29 @@ def read(arguments: Sequence[str], experiments: Sequence[str], description: str 
     return options
 
 
-def _parser(experiments: Sequence[str], description: str | None) -> argparse.ArgumentParser:
+def _check_letters(letters: Sequence[str], experiments: Sequence[str]) -> None:
+    known = (*experiments, experiment_quality.LETTER)
+    if unknown := [letter for letter in letters if letter not in known]:
+        raise CaseError(f"--experiment: no experiment {unknown[0]!r}; there are {', '.join(known)}")
+    if repeated := [letter for letter, count in Counter(letters).items() if count > 1]:
+        raise CaseError(f"--experiment: {repeated[0]} is named twice; its windows are measured once")
+    if experiment_quality.LETTER in letters and len(letters) > 1:
+        raise CaseError(
+            f"--experiment: {experiment_quality.LETTER} asks another pair of models, in a command of its own; leave it out"
+        )
+
+
+def _parser(description: str | None) -> argparse.ArgumentParser:
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=NAME, description=description, formatter_class=shape)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--experiment", choices=(*experiments, experiment_quality.LETTER), help="which one, see above")
+    what.add_argument(
+        "--experiment",
+        type=_words,
+        default=(),
+        metavar="LIST",
+        help="which one, see above; or several of a to g: c,d,e",
+    )
     what.add_argument("--report", type=Path, metavar="DIR", help="put all results in a folder together")
     models = parser.add_argument_group("models")
     source = "a directory, builtin:small, builtin:large, a published shape (random weights), or script:MS"

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
+from bench.experiment_routes import Routes
 from bench.target import Target
 
 AROUND = 1.0
@@ -53,6 +54,8 @@ class Case:
     """Models whose steps differ here from those of trouterd as it is, even where they are alone."""
     instant: bool = False
     """Its figures come with the start of its stage."""
+    experiments: tuple[str, ...] = ()
+    """Letters of those, of one command, that it belongs to."""
 
     @property
     def key(self) -> str:
@@ -98,9 +101,18 @@ class Stage:
     name: str
     seconds: float
     """That starting and ending it take, roughly."""
-    open: Callable[[Path], AbstractContextManager[Opened]]
-    """Starts it, given a folder."""
+    open: Callable[[Path, Routes], AbstractContextManager[Opened]]
+    """Starts it, given a folder and what it serves."""
     cases: tuple[Case, ...]
+    routes: Routes = Routes()
+    most_routes: int = 0
+    """0: any number."""
+    daemon: object = None
+    """Stages of one name are started in the same way, but for their routes, where these are equal."""
+
+    def opened(self, folder: Path) -> AbstractContextManager[Opened]:
+        """Starts it, with its routes."""
+        return self.open(folder, self.routes)
 
     def repeated(self, repeats: int) -> Stage:
         """The same, with each window measured so often, from once on."""
@@ -122,7 +134,9 @@ def length(case: Case, seconds: float) -> float:
     return min(case.seconds or seconds, seconds)
 
 
-def within(stages: Sequence[tuple[float, Sequence[Case]]], seconds: float, budget: float) -> tuple[set[str], list[str]]:
+def within(
+    stages: Sequence[tuple[float, Sequence[Case]]], seconds: float, budget: float
+) -> tuple[list[list[Case]], list[str]]:
     """What fits into a budget: the least important windows are dropped one by one, and with its last window a stage.
 
     Args:
@@ -131,7 +145,7 @@ def within(stages: Sequence[tuple[float, Sequence[Case]]], seconds: float, budge
         budget: for everything.
 
     Returns:
-        Keys of the windows that are kept, and of those that are not, in the order of dropping.
+        The windows of each stage that are kept, and the keys of those that are not, in the order of dropping.
     """
     kept = [(start, list(cases)) for start, cases in stages]
     dropped: list[str] = []
@@ -148,4 +162,4 @@ def within(stages: Sequence[tuple[float, Sequence[Case]]], seconds: float, budge
         )
         stage.remove(case)
         dropped.append(case.key)
-    return {case.key for _, cases in kept for case in cases}, dropped
+    return [cases for _, cases in kept], dropped

@@ -11,6 +11,7 @@ from typing import Any
 from bench.ablations import ABLATIONS, without
 from bench.deployment import Deployment, Fleet, RouteSpec, serving
 from bench.experiment_case import STD, SYNCHRONOUS, TURNS, WHOLE, Case, CaseError, Measure, Record
+from bench.experiment_routes import Routes
 from bench.experiment_setup import Setup
 from bench.experiment_steps import StepTimes, longer
 from bench.patterns import Mixture, Pattern
@@ -57,7 +58,7 @@ class OpenedFleet:
         folder: for files.
         stack: ends what is started later.
         setup: its models.
-        patterns: by key.
+        routes: that it serves.
         steps: step times of the models alone, as far as they are known by then.
         assumed: for plans.
     """
@@ -68,12 +69,12 @@ class OpenedFleet:
         folder: Path,
         stack: ExitStack,
         setup: Setup,
-        patterns: Mapping[str, Pattern | Mixture],
+        routes: Routes,
         steps: StepTimes,
         assumed: Assumed,
     ) -> None:
         self._fleet, self._folder, self._stack, self._setup = fleet, folder, stack, setup
-        self._patterns, self._steps, self._assumed = patterns, steps, assumed
+        self._routes, self._steps, self._assumed = routes, steps, assumed
         self._std: dict[str, Target] = {}
         self._known: dict[tuple[object, ...], Record] = {}
         """Windows by their thresholds: wrong ones, by several factors, can come to the same."""
@@ -81,7 +82,7 @@ class OpenedFleet:
     def record(self, case: Case, measure: Measure) -> Record:
         """See `Opened`."""
         self._fleet.wait_ready()
-        pattern = self._patterns.get(case.subject)
+        pattern = self._routes.pattern(case.subject)
         if not case.batching.startswith(PLANNED):
             self._fleet.live("batching.mode", case.batching or EAGER)
             return self._measured(case, pattern, measure, {})
@@ -108,7 +109,7 @@ class OpenedFleet:
     @contextmanager
     def _target(self, case: Case, pattern: Pattern | Mixture | None) -> Iterator[Target]:
         """Who is asked, in the state in which the case wants it."""
-        route = pattern.route if pattern else case.subject.partition(":")[0]
+        route = self._routes.of(case.subject)
         if case.system == STD:
             yield self._std_serving()[route]
         elif case.system == SYNCHRONOUS:
@@ -138,7 +139,7 @@ class OpenedFleet:
     def _std_serving(self) -> dict[str, Target]:
         """A dispatcher decides without a model's logits, so that no head runs: that is to its advantage."""
         if not self._std:
-            routes = routes_of(self._setup, self._patterns.values(), self._folder, heads=False)
+            routes = routes_of(self._setup, self._routes.patterns, self._folder, heads=False)
             self._std = self._stack.enter_context(std_serving_on(self._fleet, self._folder / "std", routes))
         return self._std
 
@@ -202,26 +203,25 @@ def opened_fleet(
     deployment: Deployment,
     folder: Path,
     setup: Setup,
-    patterns: Sequence[Pattern | Mixture],
+    routes: Routes,
     steps: StepTimes,
     assumed: Assumed,
     pools: dict[str, int],
 ) -> Iterator[OpenedFleet]:
-    """Serve a deployment together with a route for each pattern.
+    """Serve models together with routes.
 
     Args:
-        deployment: further routes are its own.
+        deployment: the models, as they are served.
         folder: for everything.
-        setup: the models.
-        patterns: whose routes are added.
+        setup: the same, as they are meant.
+        routes: over them.
         steps: see `OpenedFleet`.
         assumed: the same.
         pools: is told the tokens of the models' KV pools.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    routes = routes_of(setup, patterns, folder, heads=True)
-    full = replace(deployment, routes=(*deployment.routes, *routes))
-    by_key = {pattern.key: pattern for pattern in patterns}
+    drawn = routes_of(setup, routes.patterns, folder, heads=True)
+    full = replace(deployment, routes=(*routes.others, *drawn))
     with serving(full, folder) as fleet, ExitStack() as stack:
         pools.update({model["name"]: int(model["kv_tokens"]) for model in fleet.call("models")["models"]})
-        yield OpenedFleet(fleet, folder, stack, setup, by_key, steps, assumed)
+        yield OpenedFleet(fleet, folder, stack, setup, routes, steps, assumed)

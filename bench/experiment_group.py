@@ -26,7 +26,9 @@ class Measured:
 
     record: Record
     run: int
-    """Number of its result."""
+    """Number of its command."""
+    file: int
+    """Number of its result: a command has one for each of its experiments."""
 
     @property
     def case(self) -> Case:
@@ -120,7 +122,12 @@ class Group:
         self.head = results[-1].head
         self.names: dict[str, str] = {}
         """Of subjects, for tables."""
-        self._all = [Measured(record, run) for run, result in enumerate(results) for record in result.records]
+        runs: dict[object, int] = {}
+        self._all = [
+            Measured(record, runs.setdefault(result.command or file, file), file)
+            for file, result in enumerate(results)
+            for record in result.records
+        ]
         for result in results:
             self.names |= result.head.get("names", {})
         self.windows = list({one.case.key: one for one in self._all}.values())
@@ -181,7 +188,7 @@ class Group:
         return next(iter(self.select(workload=workload, subject=subject, streams=streams, batching=way)), None)
 
     def beside(self, one: Measured, *, subject: str, system: str) -> Measured | None:
-        """A window of the same workload and streams: of the same run if it has one, else of the latest other."""
+        """A window of the same workload and streams: of the same file if it has one, else of the same run, else of the latest."""
         case = one.case
         others = [
             other
@@ -191,7 +198,8 @@ class Group:
             and other.case.workload == case.workload
             and other.case.streams == case.streams
         ]
-        return next((other for other in reversed(others) if other.run == one.run), others[-1] if others else None)
+        latest = reversed(others)
+        return max(latest, key=lambda other: (other.file == one.file, other.run == one.run), default=None)
 
     def ratio(self, one: Measured, *, subject: str, system: str = TROUTERD) -> Ratio | None:
         """To a window of the same workload and streams."""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from bench.deployment import SCRIPT, Deployment, Fleet, ModelSpec, serving
 from bench.experiment_case import ITSELF, LARGE, Case, Measure, Record, Stage
+from bench.experiment_routes import Routes
 from bench.experiment_scope import REFERENCE, Scope
 from bench.experiment_setup import Setup, model_config
 from models.config import ModelError
@@ -87,6 +88,6 @@ def _spread(setup: Setup, large: ModelSpec) -> ModelSpec | None:
 
 
 @contextmanager
-def _opened(deployment: Deployment, folder: Path) -> Iterator[OpenedItself]:
+def _opened(deployment: Deployment, folder: Path, _: Routes) -> Iterator[OpenedItself]:
     with serving(deployment, folder) as fleet:
         yield OpenedItself(fleet)

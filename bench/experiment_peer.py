@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.experiment_case import LARGE, Case, CaseError, Measure, Record, Stage
+from bench.experiment_routes import Routes
 from bench.experiment_scope import Scope
 from bench.patterns import Pattern
 from bench.peer_folder import PeerError
@@ -59,7 +60,7 @@ def peer(scope: Scope, folder: Path, counts: Sequence[int], importance: int) -> 
     shares: dict[str, float | None] = {one.key: one.p for one in known(scope)}
 
     @contextmanager
-    def start(_: Path) -> Iterator[OpenedPeer]:
+    def start(_: Path, __: Routes) -> Iterator[OpenedPeer]:
         values = [share for share in dict.fromkeys(shares.values()) if share is not None]
         try:
             cases = run_std_serving(

@@ -96,8 +96,8 @@ def _settings(group: Group) -> str:
 
 
 def _workloads(experiment: str, group: Group) -> list[str]:
-    """A plot each; those of experiment g share one. Of experiment a those of which the budget left more than the models alone."""
-    if experiment == "a":
+    """A plot each; those of experiment g share one. Of a, c and f those of which the budget left more than the models alone."""
+    if experiment in ("a", "c", "f"):
         compared = {one.case.workload for one in group.windows if one.case.subject in group.names}
         return [workload for workload in group.workloads() if workload in compared]
     return group.workloads()[:1] if experiment == "g" else group.workloads()

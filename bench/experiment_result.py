@@ -17,7 +17,7 @@ _SUFFIX = ".json"
 
 @dataclass(slots=True)
 class Result:
-    """Everything that one command has found."""
+    """Everything that one command has found of one experiment."""
 
     head: dict[str, Any]
     """Experiment, models, placement, hardware, versions, commit, command."""
@@ -30,6 +30,12 @@ class Result:
     points: list[dict[str, Any]] = field(default_factory=list)
     """Experiment h: of the frontier."""
 
+    @property
+    def command(self) -> tuple[object, object] | None:
+        """Equal for results of one command; None: its file is from before it was told."""
+        nonce = self.head.get("nonce")
+        return None if nonce is None else (nonce, self.head["started"])
+
     def save(self, path: Path) -> None:
         """Whole or not at all. Raises ResultError."""
         scratch = path.with_name(path.name + ".new")
@@ -40,6 +46,31 @@ class Result:
             with suppress(OSError):
                 scratch.unlink(missing_ok=True)
             raise ResultError(f"cannot write {path}: {error.strerror}") from error
+
+
+@dataclass(slots=True)
+class ResultFile:
+    """A result, and where it is written."""
+
+    result: Result
+    path: Path
+
+    @property
+    def experiment(self) -> str:
+        """Its letter."""
+        return str(self.result.head["experiment"])
+
+    def concerns(self, case: Case) -> bool:
+        """Whether the window is one of its experiment's."""
+        return self.experiment in case.experiments
+
+    def has(self, key: str) -> bool:
+        """Whether a window was measured."""
+        return any(record.case.key == key for record in self.result.records)
+
+    def save(self) -> None:
+        """Whole or not at all. Raises ResultError."""
+        self.result.save(self.path)
 
 
 def new_file(folder: Path, experiment: str, pair: str, placement: str) -> Path:
@@ -96,4 +127,4 @@ def _result(content: Mapping[str, Any]) -> Result:
 
 def _case(content: Mapping[str, Any]) -> Case:
     """JSON has no tuples."""
-    return Case(**{**content, "changed": tuple(content.get("changed", ()))})
+    return Case(**{**content, **{name: tuple(content.get(name, ())) for name in ("changed", "experiments")}})

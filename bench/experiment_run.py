@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from bench.experiment_case import Case, CaseError, Measure, Opened, Record, Stage, within
 from bench.experiment_dropped import summary
-from bench.experiment_result import Result, ResultError
+from bench.experiment_result import ResultError, ResultFile
 from bench.experiment_steps import StepTimes
 from bench.kv_pools import RoomError
 from bench.progress import Progress
@@ -22,8 +22,7 @@ class Runner:
 
     Args:
         stages: what is to be measured.
-        result: grows.
-        path: of its file.
+        files: one for each experiment; they grow.
         seconds: of a window.
         budget: seconds for everything.
         measure: a window.
@@ -35,8 +34,7 @@ class Runner:
     def __init__(
         self,
         stages: Sequence[Stage],
-        result: Result,
-        path: Path,
+        files: Sequence[ResultFile],
         *,
         seconds: float,
         budget: float,
@@ -45,7 +43,7 @@ class Runner:
         progress: Progress,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stages, self._result, self._path = stages, result, path
+        self._stages, self._files = stages, files
         self._seconds, self._measure, self._steps = seconds, measure, steps
         self._progress, self._clock = progress, clock
         self._end = clock() + budget
@@ -59,23 +57,25 @@ class Runner:
         """All of it.
 
         Raises:
-            ResultError: the file cannot be written, at the beginning or at the end.
+            ResultError: a file cannot be written, at the beginning or at the end.
         """
-        self._result.save(self._path)
+        for file in self._files:
+            file.save()
         for stage in self._stages:
-            if self._fitting(stage, started=False).isdisjoint(case.key for case in stage.cases):
-                self._drop(stage)
-            else:
+            if self._fitting(stage, started=False):
                 self._tell_dropped()
                 self._stage(stage)
+            else:
+                self._drop(stage)
         self._tell_dropped()
-        self._result.complete = not (self._result.dropped or self._result.failures)
-        self._result.save(self._path)
+        for file in self._files:
+            file.result.complete = not (file.result.dropped or file.result.failures)
+            file.save()
 
     def _stage(self, stage: Stage) -> None:
         with TemporaryDirectory(prefix="trouterd-bench-") as name:
             try:
-                with stage.open(Path(name)) as opened:
+                with stage.opened(Path(name)) as opened:
                     self._cases(stage, opened)
             except (CaseError, DaemonError, RuntimeError, OSError) as error:
                 # The others can still be measured.
@@ -87,12 +87,11 @@ class Runner:
         left = self._left[stage.name]
         while left:
             fitting = self._fitting(stage, started=True)
-            case = next((case for case in left if case.key in fitting), None)
-            if case is None:
+            if not fitting:
                 self._drop(stage)
                 return
-            left.remove(case)
-            self._case(case, opened)
+            left.remove(fitting[0])
+            self._case(fitting[0], opened)
 
     def _case(self, case: Case, opened: Opened) -> None:
         most = self._most.get(case.workload, case.streams)
@@ -109,55 +108,66 @@ class Runner:
         if record is None:
             return
         self._steps.learn(record.case, record.window)
-        self._result.records.append(record)
-        self._save()
+        for file in self._of(record.case):
+            file.result.records.append(record)
+        self._save(record.case)
         self._progress.done(_line(record))
 
     def _fewer(self, case: Case, opened: Opened, most: int) -> Record | None:
         """The same with as many streams as have room; None: that has been measured."""
-        fewer = replace(case, streams=most)
         if not most:
             raise CaseError("the KV pools have no room for one such request")
-        if fewer.key in {record.case.key for record in self._result.records}:
+        fewer = replace(case, streams=most)
+        # One that only another experiment has is measured again, since that may have been in another daemon.
+        lacking = [file.experiment for file in self._of(case) if not file.has(fewer.key)]
+        if not lacking:
             self._progress.done(f"{case.key}: room for {most} only, which have been measured")
             return None
-        record = opened.record(fewer, self._measure)
+        record = opened.record(replace(fewer, experiments=tuple(lacking)), self._measure)
         return replace(record, facts={**record.facts, "asked_streams": case.streams})
 
-    def _fitting(self, stage: Stage, *, started: bool) -> set[str]:
-        """Keys of the windows for which there is time, of all stages from this one on."""
+    def _of(self, case: Case) -> list[ResultFile]:
+        return [file for file in self._files if file.concerns(case)]
+
+    def _fitting(self, stage: Stage, *, started: bool) -> list[Case]:
+        """Windows of the stage for which there is time, if there is to be some for the more important ones of all later stages."""
         later = self._stages[self._stages.index(stage) :]
         stages = [(0.0 if started and one is stage else one.seconds, self._left[one.name]) for one in later]
-        return within(stages, self._seconds, max(0.0, self._end - self._clock()))[0]
+        return within(stages, self._seconds, max(0.0, self._end - self._clock()))[0][0]
 
     def _drop(self, stage: Stage) -> None:
         """What there is no time for, the least important ones first."""
         left = self._left[stage.name]
         ranks = {place: (case.importance, place) for place, case in enumerate(left)}
-        keys = [left[place].key for place in sorted(ranks, key=ranks.__getitem__, reverse=True)]
-        self._untold += keys
-        self._result.dropped += keys
+        for place in sorted(ranks, key=ranks.__getitem__, reverse=True):
+            key = left[place].key
+            self._untold.append(key)
+            for file in self._of(left[place]):
+                file.result.dropped.append(key)
         left.clear()
 
     def _tell_dropped(self) -> None:
         """In one line, however many they are."""
         if self._untold:
-            others = {case.key for stage in self._stages for case in stage.cases} - set(self._result.dropped)
+            dropped = {key for file in self._files for key in file.result.dropped}
+            others = {case.key for stage in self._stages for case in stage.cases} - dropped
             self._progress.done(f"no time left: {summary(self._untold, others)}", len(self._untold))
             self._untold.clear()
 
     def _fail(self, case: Case, error: Exception) -> None:
         reason = " ".join(str(error).split()) or type(error).__name__
         self._progress.done(f"{case.key}: failed: {reason}")
-        self._result.failures.append((case.key, reason))
-        self._save()
+        for file in self._of(case):
+            file.result.failures.append((case.key, reason))
+        self._save(case)
 
-    def _save(self) -> None:
+    def _save(self, case: Case) -> None:
         """What cannot be written now is written with the next window: there may be room again by then."""
-        try:
-            self._result.save(self._path)
-        except ResultError as error:
-            self._progress.done(str(error), 0)
+        for file in self._of(case):
+            try:
+                file.save()
+            except ResultError as error:
+                self._progress.done(str(error), 0)
 
 
 def _line(record: Record) -> str:

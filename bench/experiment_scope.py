@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench.deployment import Deployment
+from bench.deployment import Deployment, RouteSpec
 from bench.experiment_case import LARGE, SMALL, STD, TROUTERD, Case, Opened, Stage
 from bench.experiment_fleet import AUTO, Assumed, opened_fleet
+from bench.experiment_routes import Routes
 from bench.experiment_servers import opened_servers
 from bench.experiment_setup import CPU, Setup
 from bench.experiment_steps import StepTimes
@@ -36,6 +37,7 @@ class Scope:
 
     setup: Setup
     workloads: tuple[str, ...]
+    """Empty on the command line: the experiment's own."""
     streams: tuple[int, ...]
     """Empty: the experiment's own."""
     patterns: tuple[Pattern | Mixture, ...]
@@ -117,20 +119,15 @@ class Scope:
         return found
 
     def fleets(self, cases: Sequence[Case]) -> list[Stage]:
-        """Daemons with the routes that the windows need, few of them each; a model alone is measured in the first one."""
-        routes = list(dict.fromkeys(pattern.route for pattern in self.patterns))
-        homes = {route: number // _MOST_ROUTES for number, route in enumerate(routes)}
-        home = {pattern.key: homes[pattern.route] for pattern in self.patterns}
-        stages = []
+        """A daemon for the windows, and Std. Serving beside it where it has servers of its own."""
         apart = [case for case in cases if case.system == STD and self.own_servers]
-        for number in range(max(homes.values(), default=0) + 1):
-            own = [case for case in cases if home.get(case.subject, 0) == number and case not in apart]
-            scope = replace(self, patterns=tuple(one for one in self.patterns if home[one.key] == number))
-            stages.append(scope.fleet(own, name=f"{TROUTERD} {number + 1}" if number else TROUTERD))
-        return [*stages, Stage(STD, self.start, self._open_servers, tuple(apart))] if apart else stages
+        fleet = self.fleet([case for case in cases if case not in apart])
+        if not apart:
+            return [fleet]
+        return [fleet, Stage(STD, self.start, self._open_servers, tuple(apart), Routes(self.patterns))]
 
-    def _open_servers(self, folder: Path) -> AbstractContextManager[Opened]:
-        return opened_servers(self.setup, folder, self.patterns, self.pools)
+    def _open_servers(self, folder: Path, routes: Routes) -> AbstractContextManager[Opened]:
+        return opened_servers(self.setup, folder, routes.patterns, self.pools)
 
     def fleet(
         self,
@@ -138,6 +135,7 @@ class Scope:
         *,
         name: str = TROUTERD,
         deployment: Deployment | None = None,
+        others: Sequence[RouteSpec] = (),
         contention: Sequence[float] | None = None,
         measured: bool = False,
     ) -> Stage:
@@ -147,13 +145,17 @@ class Scope:
             cases: of it.
             name: of the stage.
             deployment: default: the models as they are.
+            others: routes beside those of the patterns.
             contention: what plans take it to be; None: what is known of the placement.
-            measured: plans go by the contention of the stage's own windows before, as soon as these tell it.
+            measured: plans go by the contention of the windows before, as soon as these tell it.
         """
         served = self.setup.deployment() if deployment is None else deployment
+        assumed = Assumed(self.setup.contention if contention is None else tuple(contention), measured)
+        # Std. Serving is to have the pools of the models as they are.
+        pools = self.pools if deployment is None else {}
 
-        def start(folder: Path) -> AbstractContextManager[Opened]:
-            assumed = Assumed(self.setup.contention if contention is None else tuple(contention), measured)
-            return opened_fleet(served, folder, self.setup, self.patterns, self.steps, assumed, self.pools)
+        def start(folder: Path, routes: Routes) -> AbstractContextManager[Opened]:
+            return opened_fleet(served, folder, self.setup, routes, self.steps, assumed, pools)
 
-        return Stage(name, self.start, start, tuple(cases))
+        routes = Routes(self.patterns, tuple(others))
+        return Stage(name, self.start, start, tuple(cases), routes, _MOST_ROUTES, (served, assumed))

@@ -21,11 +21,11 @@ class OpenedServers:
 
     Args:
         targets: by route.
-        patterns: by key.
+        patterns: that are asked for.
     """
 
-    def __init__(self, targets: Mapping[str, Target], patterns: Mapping[str, Pattern | Mixture]) -> None:
-        self._targets, self._patterns = targets, patterns
+    def __init__(self, targets: Mapping[str, Target], patterns: Sequence[Pattern | Mixture]) -> None:
+        self._targets, self._patterns = targets, {pattern.key: pattern for pattern in patterns}
 
     def record(self, case: Case, measure: Measure) -> Record:
         """See `Opened`."""
@@ -55,7 +55,7 @@ def opened_servers(
     deployment = setup.deployment(routes, own=_pools(setup, pools))
     try:
         with std_serving(deployment, folder) as targets:
-            yield OpenedServers(targets, {pattern.key: pattern for pattern in patterns})
+            yield OpenedServers(targets, patterns)
     except (DispatcherError, ValueError) as error:
         raise CaseError(str(error)) from error
 

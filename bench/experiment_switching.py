@@ -27,4 +27,4 @@ def stages(scope: Scope) -> list[Stage]:
                 subject, importance = f"{ROUTE}:{every}", 10 + rank + 10 * (batching == AUTO)
                 cases.append(scope.case(workload, subject, count, importance, batching=batching, body=body))
     route = RouteSpec(ROUTE, (SMALL, LARGE), "every_n", f'shape = "visit", n = {max(EVERY)}, phases = "seed"')
-    return [scope.fleet(cases, deployment=scope.setup.deployment([route])), *by_itself(scope, cases)]
+    return [scope.fleet(cases, others=[route]), *by_itself(scope, cases)]

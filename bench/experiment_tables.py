@@ -33,13 +33,15 @@ def _share(one: Measured | None, whole: Measured | None) -> str | None:
 
 
 def scaled_up(group: Group) -> str:
-    """Experiment c: throughput and the speed of one user from 1 stream on."""
+    """Experiment c: throughput and the speed of one user from 1 stream on; '' where the budget left the models alone."""
     head = (
         *("N", "large only", "which", "routed, fastest", "B", "x large only", "at nominal rates"),
         f"{group.device}-s x large only",
         *("learned B", "x large only", "Std. Serving", "x N = 1", "speed of one user kept", "large's"),
     )
-    (workload, *_), (subject, *_) = group.workloads(), group.subjects()
+    if not group.subjects():
+        return ""
+    workload, subject = group.workloads()[0], group.subjects()[0]
     rows = []
     for count in group.streams(group.windows):
         one, large = group.best(workload, subject, count), group.fastest_large(workload, count)

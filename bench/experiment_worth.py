@@ -53,11 +53,14 @@ def worth_it(groups: Sequence[Group]) -> tuple[str, list[Result]]:
 
 
 def notes(results: Iterable[Result]) -> list[str]:
-    """What is particular to runs."""
+    """What is particular to runs; of one command once."""
+    letters: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        if note := result.head.get("note"):
+            letters.setdefault((result.head["started"], note), []).append(result.head["experiment"])
     return [
-        f"**Experiment {result.head['experiment']}, {result.head['started']}**: {note}"
-        for result in results
-        if (note := result.head.get("note"))
+        f"**Experiment{'s' if len(own) > 1 else ''} {', '.join(own)}, {started}**: {note}"
+        for (started, note), own in letters.items()
     ]
 
 

@@ -1,7 +1,8 @@
-"""The experiments of the throughput report: each is one command, and writes one result file.
+"""The experiments of the throughput report: each is one command, or shares one with others, and writes one result file.
 
     python -m bench.throughput --experiment a --small Qwen3-0.6B --large Qwen3-32B --devices cuda:0 --output DIR
     python -m bench.throughput --experiment a --small script:6 --large script:28 --seconds 5 --list --output DIR
+    python -m bench.throughput --experiment c,d,e --small Qwen3-0.6B --large Qwen3-32B --devices cuda:0 --output DIR
     python -m bench.throughput --report DIR
 
 a  every algorithm on every workload, against the large model alone and Std. Serving
@@ -14,7 +15,8 @@ g  answers of 2,048 tokens and of 8,192
 h  quality, share and throughput of every algorithm, on the demo pair
 
 Windows are measured by importance as long as --budget lasts, and the file is written after each of them. --list says what would be
-measured. A second run into the same folder writes a second file; --report puts all files of a folder together.
+measured. Several of a to g, with commas between, share daemons, windows and the budget, and write a file each; h goes alone. A
+second run into the same folder writes a second file; --report puts all files of a folder together.
 """
 
 from __future__ import annotations
@@ -41,9 +43,10 @@ from bench.command_line import usage_fault
 from bench.experiment_arguments import NAME, read
 from bench.experiment_case import LARGE, MIDDLE, SMALL, CaseError, Stage, cost, matching, within
 from bench.experiment_fit import fitting
+from bench.experiment_join import joined
 from bench.experiment_quality import LETTER
 from bench.experiment_report import write_report
-from bench.experiment_result import Result, ResultError, new_file, now
+from bench.experiment_result import Result, ResultError, ResultFile, new_file, now
 from bench.experiment_run import Runner
 from bench.experiment_scope import Scope
 from bench.experiment_settings import Settings
@@ -76,12 +79,12 @@ _WORKLOADS = {"a": (*_USUAL, "agent", _LONG), "g": (*_USUAL, _LONG)}
 
 def main(arguments: list[str]) -> int:
     """Run an experiment, or put results together; returns the exit code."""
-    options = read(arguments, tuple(_STAGES), __doc__)
-    options.command = shlex.join(["python", "-m", NAME, *arguments])
-    if options.report:
-        return _report(options.report)
     try:
-        start = _quality(options) if options.experiment == LETTER else _windows(options)
+        options = read(arguments, tuple(_STAGES), __doc__)
+        options.command = shlex.join(["python", "-m", NAME, *arguments])
+        if options.report:
+            return _report(options.report)
+        start = _quality(options) if options.experiment == (LETTER,) else _windows(options)
     except (CaseError, NetworkError) as error:
         return usage_fault(NAME, error)
     try:
@@ -107,16 +110,26 @@ def _windows(options: argparse.Namespace) -> Callable[[], int]:
     """What measures them, or lists them, when everything has been looked at that can be wrong with the command line."""
     scope = _scope(options)
     scope.setup.check()
-    fitting(scope.setup, scope.workloads)
-    stages = [replace(stage, cases=matching(stage.cases, options.only)) for stage in _STAGES[options.experiment](scope)]
-    stages = [stage.repeated(options.repeats) for stage in stages if stage.cases]
-    if not stages:
-        raise CaseError(f"--only {','.join(options.only)}: no window has such a key; --list shows them")
+    workloads = {letter: scope.workloads or _WORKLOADS.get(letter, _USUAL) for letter in options.experiment}
+    fitting(scope.setup, tuple(dict.fromkeys(name for names in workloads.values() for name in names)))
+    stages = joined(
+        {letter: _asked(options, letter, replace(scope, workloads=workloads[letter])) for letter in workloads}
+    )
+    stages = [stage.repeated(options.repeats) for stage in stages]
     if options.list:
         return partial(_list, stages, options.seconds, options.budget)
     _require_output(options)
     _require_devices(scope.setup.devices)
     return partial(_measure, options, scope, stages)
+
+
+def _asked(options: argparse.Namespace, letter: str, scope: Scope) -> list[Stage]:
+    """The stages of one experiment, with the windows that are asked for."""
+    stages = [replace(stage, cases=matching(stage.cases, options.only)) for stage in _STAGES[letter](scope)]
+    if not any(stage.cases for stage in stages):
+        which = f"no window of experiment {letter}" if len(options.experiment) > 1 else "no window"
+        raise CaseError(f"--only {','.join(options.only)}: {which} has such a key; --list shows them")
+    return [stage for stage in stages if stage.cases]
 
 
 def _require_output(options: argparse.Namespace) -> None:
@@ -133,7 +146,6 @@ def _require_devices(devices: Sequence[str]) -> None:
 
 def _measure(options: argparse.Namespace, scope: Scope, stages: Sequence[Stage]) -> int:
     setup = scope.setup
-    path = new_file(options.output, options.experiment, setup.pair, setup.placement)
     facts = {
         "pair": setup.pair,
         "placement": setup.placement,
@@ -149,13 +161,14 @@ def _measure(options: argparse.Namespace, scope: Scope, stages: Sequence[Stage])
         "settings": dict(setup.settings.values),
         "contention": list(setup.given_contention),
     }
+    paths = {letter: new_file(options.output, letter, setup.pair, setup.placement) for letter in options.experiment}
     device = next((device for device in setup.devices if device != CPU), CPU)
-    result = Result(_head(options, device) | facts)
+    head = _head(options, device) | facts
+    files = [ResultFile(Result({"experiment": letter} | head), path) for letter, path in paths.items()]
     progress = Progress(sum(len(stage.cases) for stage in stages))
     runner = Runner(
         stages,
-        result,
-        path,
+        files,
         seconds=options.seconds,
         budget=options.budget,
         measure=measuring(options.seconds, options.seed, progress),
@@ -163,8 +176,10 @@ def _measure(options: argparse.Namespace, scope: Scope, stages: Sequence[Stage])
         progress=progress,
     )
     runner.run()
-    print(f"{len(result.records)} windows, {len(result.dropped)} dropped, {len(result.failures)} failed: {path}")
-    return 0 if result.records and not result.failures else 1
+    for file in files:
+        found = file.result
+        print(f"{len(found.records)} windows, {len(found.dropped)} dropped, {len(found.failures)} failed: {file.path}")
+    return 0 if all(file.result.records and not file.result.failures for file in files) else 1
 
 
 def _quality(options: argparse.Namespace) -> Callable[[], int]:
@@ -177,7 +192,7 @@ def _quality(options: argparse.Namespace) -> Callable[[], int]:
 
 def _measure_quality(options: argparse.Namespace) -> int:
     path = new_file(options.output, LETTER, "demo", CPU)
-    facts = {"pair": "demo", "placement": CPU, "devices": [CPU], "names": {}}
+    facts = {"experiment": LETTER, "pair": "demo", "placement": CPU, "devices": [CPU], "names": {}}
     result = Result(_head(options, CPU) | facts, points=experiment_quality.quality(options), complete=True)
     result.save(path)
     print(f"{len(result.points)} points: {path}")
@@ -186,23 +201,24 @@ def _measure_quality(options: argparse.Namespace) -> int:
 
 def _head(options: argparse.Namespace, device: str) -> dict[str, object]:
     origin = surroundings(torch.device(device))
-    facts = {"experiment": options.experiment, "started": now(), "command": options.command, **origin}
+    facts = {"started": now(), "command": options.command, **origin}
     return facts | ({"note": options.note} if options.note else {})
 
 
 def _list(stages: Sequence[Stage], seconds: float, budget: float) -> int:
     kept, _ = within([(stage.seconds, stage.cases) for stage in stages], seconds, budget)
     total = 0.0
-    for stage in stages:
-        fits = [case for case in stage.cases if case.key in kept]
+    several = len({letter for stage in stages for case in stage.cases for letter in case.experiments}) > 1
+    for stage, fits in zip(stages, kept, strict=True):
         total += stage.seconds * bool(fits) + sum(cost(case, seconds) for case in fits)
         print(f"{stage.name}: {stage.seconds:.0f} s to start")
         for case in stage.cases:
-            mark = "" if case.key in kept else "   dropped"
+            mark = f", for {','.join(case.experiments)}" if several else ""
+            mark += "" if case in fits else "   dropped"
             print(f"  {case.key}   importance {case.importance}, {cost(case, seconds):.3g} s{mark}")
     windows = sum(len(stage.cases) for stage in stages)
     print("Importance: 0 is the most important; with --budget the windows with the highest number are dropped first.")
-    print(f"{total:.0f} s in all, {len(kept)} of {windows} windows")
+    print(f"{total:.0f} s in all, {sum(map(len, kept))} of {windows} windows")
     return 0
 
 
@@ -221,15 +237,14 @@ def _scope(options: argparse.Namespace) -> Scope:
         handoff=options.handoff_ms / 1e3,
         given_contention=_each("--contention", options.contention, len(sources)) if options.contention else (),
     )
-    workloads = options.workloads or _WORKLOADS.get(options.experiment, _USUAL)
-    for workload in workloads:
+    for workload in options.workloads:
         try:
             find(workload)
         except ValueError as error:
             raise CaseError(f"--workloads: {error}") from error
     return Scope(
         setup=setup,
-        workloads=workloads,
+        workloads=options.workloads,
         streams=options.streams,
         patterns=_patterns(options.patterns, len(sources)),
         settle=options.settle,

@@ -11,6 +11,7 @@ import pytest
 
 from bench.experiment_case import TURNS, Case, CaseError, Record
 from bench.experiment_fleet import Assumed, OpenedFleet, planned
+from bench.experiment_routes import Routes
 from bench.experiment_settings import Settings
 from bench.experiment_setup import Setup
 from bench.experiment_steps import StepTimes
@@ -63,7 +64,7 @@ def known() -> StepTimes:
 def opened(fleet: FakeFleet, steps: StepTimes, *, measured: bool = True, **setup: Any) -> OpenedFleet:
     made = Setup(("Qwen3-0.6B", "Qwen3-32B"), ("cuda:0", "cuda:0"), (1, 1), **setup)
     assumed = Assumed(made.contention, measured)
-    return OpenedFleet(fleet, Path(), ExitStack(), made, {R2R.key: R2R}, steps, assumed)  # type: ignore[arg-type]
+    return OpenedFleet(fleet, Path(), ExitStack(), made, Routes((R2R,)), steps, assumed)  # type: ignore[arg-type]
 
 
 def record(fleet: OpenedFleet, one: Case) -> Record:
@@ -111,7 +112,7 @@ def test_three_models_in_turns_have_no_plan() -> None:
         steps.learn(one, window(one, 900.0, step_ms={name: 5.0}, batch={name: 16.0}))
     setup = Setup(("a", "b", "c"), ("cuda:0",) * 3, (1, 1, 1), Settings({"batching.overlap": False}))
     fleet: Any = FakeFleet()
-    three = OpenedFleet(fleet, Path(), ExitStack(), setup, {ME.key: ME}, steps, Assumed(()))
+    three = OpenedFleet(fleet, Path(), ExitStack(), setup, Routes((ME,)), steps, Assumed(()))
     with pytest.raises(CaseError, match="known for two, not for 3"):
         record(three, case(ME.key, 16, "planned"))
 

@@ -213,3 +213,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bad.json").write_text('{"head": {"experiment": "a"}, "records": [{"case": {}}]}')
     assert experiments.main(["--report", str(tmp_path)]) == 2
     assert "bad.json: not a result of an experiment" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("experiment", "abcdefg")
+def test_models_alone_are_a_report_too(experiment: str, tmp_path: Path) -> None:
+    """What a small budget leaves of an experiment beside others."""
+    text = write_report(saved(tmp_path, result(experiment, [record(case("large", 4), 100.0)])))
+    assert rows(text, "trouterd", "large only", "low")

@@ -140,7 +140,7 @@ def test_the_peer_has_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert {one.workload for one in stage.cases} == {"100/64"}
     # Ours of the same lengths, and no other, is what its row has.
     records = [*compared(), record(case(R2R, 4, "planned", workload="100/64"), 300.0)]
-    with stage.open(tmp_path) as opened:
+    with stage.opened(tmp_path) as opened:
         for one in stage.cases:
             if one.streams == 4 and one.subject in ("r2r-35", "r2r-10", "large"):
                 records.append(opened.record(one, measure=lambda *_: {}))
