@@ -128,7 +128,7 @@ def _sharing_kernel(name: str, model: Model, config: Config) -> Model:
     there has it on a part of the GPU."""
     sharers = {other: config.models[other] for other in config.sharing(model.gpus[0])}
     # What only the GPU itself can rule out is ruled out by the server: then none has it.
-    owners = megakernel_owners(sharers, lambda one: one.tensor_parallel == 1)
+    owners = megakernel_owners(sharers, lambda name: sharers[name].tensor_parallel == 1)
     if name not in owners:
         return msgspec.structs.replace(model, megakernel="off")
     batching = msgspec.structs.replace(config.batching, overlap=True)

@@ -8,16 +8,13 @@ import torch
 
 from models.config import ModelConfig
 from models.cuda.decoder_weights import LayerWeights
-from models.cuda.megakernel import MAX_ROWS, Launcher, Megakernel, served_rows, unsupported
+from models.cuda.megakernel import MAX_ROWS, Launcher, Megakernel, fits_twice, served_rows, unsupported
 from models.cuda.nvcc import find_nvcc
 from models.cuda.packed_weights import KINDS, PackedWeights
 from models.cuda.unpacker import Unpacker
 
 if TYPE_CHECKING:
     from models.cuda.decoder import CudaDecoder
-
-COPY_SHARE = 8
-"""Where a packed copy of the weights takes more than this part of the device's memory, layers are kept packed only."""
 
 
 class Packer:
@@ -114,4 +111,4 @@ def _is_large(config: ModelConfig, device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     size = config.parameters() * torch.bfloat16.itemsize
-    return size * COPY_SHARE > torch.cuda.get_device_properties(device).total_memory
+    return not fits_twice(size, torch.cuda.get_device_properties(device).total_memory)

@@ -24,6 +24,8 @@ fewer. On an H200 decode steps of 8, 16, 24 and 32 rows of Qwen3-0.6B with R2R's
 _HALF = 0.5
 ROW_COUNTS = (8, 16, 32, 64)
 """Rows for which the kernel is compiled; a step takes the smallest that holds it."""
+COPY_SHARE = 8
+"""Where packed weights take more than this part of the device's memory, plain ones are not kept beside them."""
 KEY_TILE = 16
 """A page holds a multiple of so many tokens."""
 _QUERY_BLOCK = 64
@@ -33,6 +35,12 @@ _SOURCES = Path(__file__).parent / "mega"
 def served_rows(share: float) -> int:
     """Most rows of a step that is faster in the kernel, where it takes this part of the multiprocessors."""
     return SERVED_ROWS if share > _HALF else DIVIDED_ROWS
+
+
+def fits_twice(weights: int, memory: int) -> bool:
+    """Whether weights of so many bytes are kept in both forms on a device with so much memory: else larger steps than the kernel
+    takes unpack every matrix first."""
+    return weights * COPY_SHARE <= memory
 
 
 class Launcher(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from models.config import ModelError
@@ -12,8 +13,8 @@ from models.shape import load_shape, weight_bytes
 from tests.models.foreign import tiny_foreign
 from tests.models.tiny import tiny_qwen3
 from trouterd.check import deep_problems
-from trouterd.config import Config, Gpu, Model
-from trouterd.memory import GIB
+from trouterd.config import Config, Gpu, Model, Route
+from trouterd.memory import GIB, weights_per_gpu
 from trouterd.worker import gpu_check
 from trouterd.worker.gpu_check import (
     Backend,
@@ -181,6 +182,28 @@ def test_one_persistent_kernel_on_a_gpu(tmp_path: Path) -> None:
         patch.setattr(Host, "this", lambda: four)
         (problem,) = deep_problems(Config(models=asked))
     assert problem.startswith("models.m.megakernel: it needs pages of a multiple of 16 tokens, not 8")
+
+
+def test_a_visited_model_that_would_be_kept_packed_only_has_no_persistent_kernel(tmp_path: Path) -> None:
+    small = on_gpu(tiny_qwen3(tmp_path / "small", **WIDE))
+    large = on_gpu(tiny_qwen3(tmp_path / "large", vocab=4000, **WIDE), "cuda:1")
+    size = weights_per_gpu(large)
+    tight, roomy = (host(*[gpu_check.Gpu("H200", (9, 0), memory)] * 2) for memory in (8 * size - 1, 8 * size))
+    route = Route(models=["small", "large"], algorithm="entropy")
+
+    def chosen(where: Host, entry: str = "small", **changed: Model) -> list[str]:
+        models = {"small": small, "large": large} | changed
+        routes = {"auto": msgspec.structs.replace(route, models=sorted(models, key=lambda name: name != entry))}
+        return [name for name in models if may_use_megakernel(name, Config(models=models, routes=routes), where)]
+
+    assert chosen(tight) == ["small"]
+    assert chosen(roomy) == ["small", "large"]
+    assert chosen(tight, large=msgspec.structs.replace(large, megakernel="on")) == ["small", "large"]
+    # An entry feeds a row a request, whatever its size; so does a model that no route has.
+    assert chosen(tight, entry="large") == ["small", "large"]
+    assert [name for name in ("large",) if may_use_megakernel(name, Config(models={"large": large}), tight)] == [
+        "large"
+    ]
 
 
 def test_weights_of_other_architectures_are_their_files(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def may_use_megakernel(name: str, config: Config, host: Host) -> bool:
     could each hold what the other waits for: of models that share a GPU those get it that say "on", several only on parts that
     add up to one GPU, or where models take turns; if none does, the one with the fewest weights: it takes most steps, and gains
     most where steps are short. A large model that is visited feeds some tokens of every request at once, more rows than the
-    kernel is fast at.
+    kernel is fast at: where its weights would be kept for the kernel alone, it has to say "on" on a GPU of its own, too.
 
     Raises:
         ModelError: the model says "on" and cannot, with the reason.
@@ -167,19 +167,28 @@ def may_use_megakernel(name: str, config: Config, host: Host) -> bool:
 def _megakernel_owners(config: Config, gpu: int, host: Host) -> tuple[str, ...]:
     """The models of a GPU that have the persistent kernel."""
     models = {name: config.models[name] for name in config.sharing(gpu)}
-    return megakernel_owners(models, lambda model: not megakernel_problem(model, host))
+    visited = {name for route in config.routes.values() for name in route.models[1:]}
+
+    def gains(name: str) -> bool:
+        if megakernel_problem(models[name], host):
+            return False
+        from models.cuda.megakernel import fits_twice
+
+        return name not in visited or fits_twice(weights_per_gpu(models[name]), host.gpus[gpu].memory)
+
+    return megakernel_owners(models, gains)
 
 
-def megakernel_owners(models: Mapping[str, Model], able: Callable[[Model], bool]) -> tuple[str, ...]:
+def megakernel_owners(models: Mapping[str, Model], gains: Callable[[str], bool]) -> tuple[str, ...]:
     """Which of the models of a GPU get the persistent kernel.
 
     Args:
         models: by name.
-        able: whether a model that says "auto" can have it.
+        gains: whether a model that says "auto" can have it, and is faster with it.
     """
     if asked := tuple(name for name, model in models.items() if model.megakernel == "on"):
         return asked
-    found = [name for name, model in models.items() if model.megakernel == "auto" and able(model)]
+    found = [name for name, model in models.items() if model.megakernel == "auto" and gains(name)]
     return tuple(sorted(found, key=lambda name: weights_per_gpu(models[name]))[:1])
 
 

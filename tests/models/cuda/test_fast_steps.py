@@ -13,7 +13,7 @@ from models.config import ModelConfig
 from models.cuda import fast_steps, packing
 from models.cuda.decoder_weights import MATRICES, LayerWeights, load_weights
 from models.cuda.fast_steps import FastSteps, Packer, obstacle
-from models.cuda.megakernel import Megakernel
+from models.cuda.megakernel import COPY_SHARE, Megakernel
 from models.cuda.packing import Layout
 from models.cuda.shard import Shard
 from models.decoder import Decoder
@@ -176,8 +176,8 @@ def test_large_models_are_packed_alone(tmp_path: Path, monkeypatch: pytest.Monke
         assert packer.weights.grid == 5
         return packer.alone
 
-    assert not on(size * fast_steps.COPY_SHARE)
-    assert on(size * fast_steps.COPY_SHARE - 1)
+    assert not on(size * COPY_SHARE)
+    assert on(size * COPY_SHARE - 1)
 
 
 def test_obstacles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
