@@ -27,7 +27,7 @@ from trouterd.batching.predictor import Predictor
 from trouterd.batching.replay import RunWorkload, best, geometric
 from trouterd.batching.report import Report, Step
 from trouterd.batching.simulator import simulate
-from trouterd.batching.trials import FREEZE, HOLD, TRY, Trials
+from trouterd.batching.trials import FREEZE, HOLD, PROMPTS, TRY, Load, Trials
 from trouterd.batching.workload import MarkovWorkload
 from trouterd.config import Batching, Config, Gpu, Model, Route, Server
 
@@ -55,6 +55,9 @@ class Daemon:
     overlap: bool = False
     version: int = 0
     since: list[float] = field(default_factory=lambda: [1.0, 2.0])
+    prompts: tuple[float, float] = (0.0, 0.0)
+    """Shares of the models' time that go into prompts; no step of others is made while the one with the most is busy with them."""
+    prompt_seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def __post_init__(self) -> None:
         self.dice = np.random.default_rng(self.seed)
@@ -64,7 +67,8 @@ class Daemon:
         self.now += seconds
         found = {}
         for model, name in enumerate(NAMES):
-            count = int(self.rate * seconds * self.network.shares[model])
+            count = int(self.rate * (1 - max(self.prompts)) * seconds * self.network.shares[model])
+            self.prompt_seconds[model] += self.prompts[model] * seconds
             leaving = self.dice.binomial(count, self.network.routing[model][1 - model])
             self.decisions[model] += count
             self.moves[model][1 - model] += int(leaving)
@@ -82,6 +86,7 @@ class Daemon:
                 moves=dict(self.moves[model]),
                 runs=dict(self.runs[model]),
                 steps=self._steps(model),
+                prompt_seconds=self.prompt_seconds[model],
             )
         return found
 
@@ -89,6 +94,7 @@ class Daemon:
         """Its worker dies and comes back."""
         self.since[model] = self.now
         self.decisions[model] = self.tokens[model] = 0
+        self.prompt_seconds[model] = 0.0
         self.moves[model].clear()
         self.runs[model].clear()
 
@@ -165,13 +171,13 @@ def test_what_models_side_by_side_reach_is_not_compared_with_turns() -> None:
     while controller.state != "watching the latest change":
         run(controller, daemon, 5)
     controller.turns = True
-    assert controller.measured(daemon.now) == (0.0, 0.0)
+    assert controller.measured(daemon.now) == Load()
     daemon.rate /= 4
     run(controller, daemon, 60)
     assert controller.trust == 1.0
     assert controller.state == "settled"
     controller.turns = True
-    assert controller.measured(daemon.now)[0] > 0
+    assert controller.measured(daemon.now).rate > 0
 
 
 def test_small_promises_of_waiting_are_not_worth_a_change() -> None:
@@ -315,7 +321,7 @@ def test_a_worker_that_made_more_than_its_predecessor_is_another_one() -> None:
     assert own.decisions == pytest.approx(made, rel=0.2)
     assert own.decisions > made
     assert own.moves["small"] == pytest.approx(0.8 * own.decisions, rel=0.05)
-    assert controller.measured(daemon.now, 6.0) == (0.0, 0.0)
+    assert controller.measured(daemon.now, 6.0) == Load()
 
 
 def test_a_model_that_hardly_any_request_goes_to_keeps_nobody_waiting_for_it() -> None:
@@ -463,10 +469,10 @@ def test_waiting_wins_where_it_gains_what_the_model_leaves_out() -> None:
 def test_nothing_is_tried_while_changes_are_frozen() -> None:
     trials = Trials()
     assert not trials.due(0.0)
-    trials.watch(TRY, {"large": [1, 2]}, (100.0, 8.0), 1.0, waits=False, trial=False)
-    assert trials.judge(TRY + HOLD / 2, lambda now, seconds: (50.0, 8.0)) is None
+    trials.watch(TRY, {"large": [1, 2]}, Load(100.0, 8.0), 1.0, waits=False, trial=False)
+    assert trials.judge(TRY + HOLD / 2, lambda now, seconds: Load(50.0, 8.0)) is None
     assert trials.pending(TRY + HOLD / 2)
-    assert trials.judge(TRY + HOLD, lambda now, seconds: (50.0, 8.0)) == {"large": [1, 2]}
+    assert trials.judge(TRY + HOLD, lambda now, seconds: Load(50.0, 8.0)) == {"large": [1, 2]}
     assert trials.pending(TRY + HOLD + FREEZE - 1).startswith("taken back")
     assert not trials.pending(TRY + HOLD + FREEZE)
 
@@ -474,8 +480,8 @@ def test_nothing_is_tried_while_changes_are_frozen() -> None:
 def test_trials_among_other_numbers_of_requests_decide_nothing() -> None:
     trials = Trials()
     before = {"large": [1, 2]}
-    trials.watch(0.0, before, (100.0, 8.0), 1.1, waits=False, trial=True)
-    assert trials.judge(HOLD, lambda now, seconds: (200.0, 16.0)) == before
+    trials.watch(0.0, before, Load(100.0, 8.0), 1.1, waits=False, trial=True)
+    assert trials.judge(HOLD, lambda now, seconds: Load(200.0, 16.0)) == before
     assert trials.trust == 1.0
     assert trials.due(TRY)
 
@@ -501,6 +507,115 @@ def test_other_numbers_of_requests_are_not_compared() -> None:
     daemon.rate, daemon.active = 500, 4
     run(controller, daemon, int(HOLD) + 5)
     assert controller.lists
+
+
+# Prompts
+
+
+BURST = (0.3, 0.8)
+"""The shares of both models while 64 streams begin at once."""
+
+
+def watched(prompts: tuple[float, float] = (0.0, 0.0)) -> tuple[Controller, Daemon]:
+    """A plan has just been put into force."""
+    controller, daemon = Controller(group()), Daemon(paper_pair(), 64, prompts=prompts)
+    while not controller.lists:
+        run(controller, daemon, 5)
+    assert controller.state == "watching the latest change"
+    return controller, daemon
+
+
+def stays(controller: Controller, daemon: Daemon, seconds: int) -> None:
+    """Runs; the lists in force are never taken back, and nothing is learnt from them."""
+    for _ in range(0, seconds, 5):
+        run(controller, daemon, 5)
+        assert controller.lists
+        assert not controller.state.startswith("taken back")
+    assert controller.state == "settled"
+    assert controller.trust == 1.0
+
+
+def test_the_share_of_prompts_is_that_of_the_model_with_the_most() -> None:
+    controller, daemon = Controller(group()), Daemon(paper_pair(), 8)
+    for daemon.prompts in ((0.0, 0.0), (0.5, 0.25), (0.25, 0.75), (0.0, 0.0)):
+        controller.observe(daemon.reports())
+    assert controller.measured(daemon.now).prompts == pytest.approx((0.5 + 0.75) / 3)
+    daemon.restart(0)
+    daemon.prompts = (1.0, 1.0)
+    controller.observe(daemon.reports())
+    assert controller.measured(daemon.now, 1.0) == Load()
+
+
+def test_the_first_prompts_of_many_streams_speak_neither_for_the_plan_nor_against_it() -> None:
+    """The small model reads its own first, the large one when it is first asked, which takes longer."""
+    controller, daemon = watched((0.3, 0.0))
+    daemon.prompts = BURST
+    run(controller, daemon, int(HOLD))
+    daemon.prompts = (0.0, 0.0)
+    stays(controller, daemon, 30)
+
+
+def test_a_plan_made_while_prompts_are_read_is_not_praised_for_their_end() -> None:
+    controller, daemon = watched(BURST)
+    daemon.prompts = (0.0, 0.0)
+    stays(controller, daemon, 30)
+
+
+def test_a_burst_of_prompts_while_a_change_is_watched_does_not_take_it_back() -> None:
+    controller, daemon = watched()
+    daemon.prompts = BURST
+    run(controller, daemon, 4)
+    daemon.prompts = (0.0, 0.0)
+    stays(controller, daemon, 30)
+
+
+def test_a_loss_under_a_steady_share_of_prompts_is_taken_back() -> None:
+    """Requests that end more slowly bring fewer prompts."""
+    controller, daemon = watched((0.1, 0.4))
+    daemon.rate *= 0.8 * 0.6 / 0.68
+    daemon.prompts = (0.08, 0.32)
+    run(controller, daemon, int(HOLD))
+    assert not controller.lists
+    assert controller.state.startswith("taken back")
+    assert controller.trust < 0.8
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "judged"),
+    [
+        (Load(100.0, 8.0), Load(90.0, 8.0, PROMPTS), True),
+        (Load(100.0, 8.0), Load(90.0, 8.0, 1.1 * PROMPTS), False),
+        (Load(100.0, 8.0, 0.3), Load(90.0, 8.0, 0.3), True),
+        (Load(100.0, 8.0, 0.5), Load(60.0, 8.0, 0.3), True),
+        (Load(100.0, 8.0, 0.5), Load(60.0, 8.0, 0.3 - 1.1 * PROMPTS), False),
+        (Load(100.0, 8.0, 0.5), Load(60.0, 8.0, 0.5 + 1.1 * PROMPTS), False),
+        (Load(0.0, 8.0), Load(90.0, 8.0), False),
+    ],
+)
+def test_only_loads_that_are_alike_in_prompts_are_compared(before: Load, after: Load, judged: bool) -> None:
+    trials = Trials()
+    trials.watch(0.0, {}, before, 1.1, waits=True, trial=False)
+    back = trials.judge(HOLD, lambda now, seconds: after)
+    assert (trials.trust != 1.0) == judged
+    assert (back is not None) == judged
+    assert bool(trials.pending(HOLD)) == judged
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_trial_among_prompts_goes_back_and_decides_nothing() -> None:
+    truth = Truth(paper_pair(), 8)
+    controller, daemon = Controller(group()), Daemon(paper_pair(), 8)
+    while controller.state != "trying the other choice":
+        waiting_seconds(controller, daemon, 5, truth)
+    assert not controller.lists
+    trust, daemon.prompts = controller.trust, BURST
+    waiting_seconds(controller, daemon, int(HOLD), truth)
+    assert controller.lists
+    assert controller.state == "settled"
+    assert controller.trust == trust
+    # The next one comes as soon as if there had been none.
+    daemon.prompts = (0.0, 0.0)
+    assert waiting_seconds(controller, daemon, 90, truth) == 85
 
 
 def test_runs_of_one_length_are_replayed() -> None:

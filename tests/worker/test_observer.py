@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from models.script import ScriptRunner
 from tests.harness import Cluster
 from trouterd.config import Route
@@ -82,6 +84,50 @@ def test_dead_steps_are_busy_time_but_no_sample_of_a_step() -> None:
     assert (report.steps, report.decisions) == ([], 0)
 
 
+PROMPT, PART = Fed(first=0), Fed(first=0, wants_logits=False)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "alive", "counts"),
+    [
+        ([PROMPT], [True], True),
+        ([Fed(), PROMPT], [True, True], True),
+        # Of a part that wants no logits nothing is decided.
+        ([PART], [], True),
+        ([PART, Fed()], [False], True),
+        ([Fed(), Fed()], [True, True], False),
+        # The last token of a prompt alone is a step like any other.
+        ([Fed(first=3)], [True], False),
+        # Dead rows feed nothing.
+        ([Fed()], [False], False),
+        ([PROMPT], [False], False),
+        ([PROMPT, Fed()], [False, True], False),
+    ],
+)
+def test_seconds_of_prompts_are_those_of_steps_that_fed_a_part_of_one(
+    chunks: list[Any], alive: list[bool], counts: bool
+) -> None:
+    observer = Observer(Stats())
+
+    def note(begin: float, now: float, *, followed: bool) -> None:
+        outcome = Decided(chunks, 0.25)
+        outcome.alive = alive
+        observer.note(outcome, begin, now, followed=followed)  # type: ignore[arg-type]
+
+    note(0.0, 1.5, followed=True)
+    assert observer.report(1.5, 3, 0).prompt_seconds == 0.25 * counts
+    # Alone: it lasts until the next one can be launched.
+    note(2.0, 2.5, followed=False)
+    assert observer.report(2.5, 3, 0).prompt_seconds == 0.25 * counts
+    observer.ready(2.75)
+    observer.ready(3.0)
+    assert observer.report(3.0, 3, 0).prompt_seconds == 1.0 * counts
+    assert observer.busy_seconds == 1.0
+    ended(observer, 3.0, 3.5)
+    observer.ready(3.75)
+    assert observer.report(4.0, 3, 0).prompt_seconds == 1.0 * counts, "the next one is another step"
+
+
 def test_the_latest_steps_stay_for_whoever_measures() -> None:
     observer = Observer(Stats())
     for begin in (1.0, 2.0, 3.0):
@@ -151,3 +197,4 @@ async def test_workers_time_hand_offs_that_are_waited_for() -> None:
             assert observer.handed_seconds > 0
             assert observer.waited_seconds > 0
             assert observer.busy_seconds >= worker.stats.steps * 1e-3
+            assert 1e-3 <= observer.prompt_seconds < observer.busy_seconds

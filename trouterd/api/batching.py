@@ -78,7 +78,7 @@ class Batching:
             gauge("batching_predicted_tokens_per_second", "By the throughput model, for the lists in force; 0: unknown.",
                   [(labels, c.predicted) for labels, c in rows]),
             gauge("batching_measured_tokens_per_second", "Over the last seconds.",
-                  [(labels, c.measured(now)[0]) for labels, c in rows]),
+                  [(labels, c.measured(now).rate) for labels, c in rows]),
             gauge("batching_ideal_tokens_per_second", "That no thresholds exceed; 0: unknown.",
                   [(labels, c.ideal) for labels, c in rows]),
             *_learned([c.network for c in self.controllers if c.network]),
@@ -148,13 +148,13 @@ def _learned(networks: Iterable[Network]) -> list[Family]:
 
 
 def _facts(controller: Controller, now: float) -> dict[str, Any]:
-    measured, active = controller.measured(now)
+    load = controller.measured(now)
     network = controller.network
     return {
         "models": list(controller.group.models),
         "state": controller.state,
-        "active": active,
-        "measured": measured,
+        "active": load.active,
+        "measured": load.rate,
         "predicted": controller.predicted,
         "ideal": controller.ideal,
         "routing": dict(zip(network.names, network.routing, strict=True)) if network else {},

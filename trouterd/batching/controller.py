@@ -22,7 +22,7 @@ from trouterd.batching.plan import plan
 from trouterd.batching.predictor import Predictor
 from trouterd.batching.replay import best, geometric, rates
 from trouterd.batching.report import Report
-from trouterd.batching.trials import HOLD, Lists, Trials
+from trouterd.batching.trials import HOLD, Lists, Load, Trials
 
 GAIN = 0.02
 """What a plan must promise at the present number of requests before it replaces the one in force."""
@@ -56,6 +56,8 @@ class _Sample:
     seconds: float
     tokens: int
     active: float
+    prompts: float
+    """Seconds that the model with the most of them spent in steps with prompts."""
 
 
 class Controller:
@@ -75,8 +77,8 @@ class Controller:
         """Tokens/s at the present number of requests; 0 while unknown."""
         self.network: Network | None = None
         self._samples: deque[_Sample] = deque(maxlen=_SAMPLES)
-        self._last: tuple[float, dict[str, float], int] | None = None
-        """When the latest reports were made, which worker processes made them, and their tokens."""
+        self._last: dict[str, Report] = {}
+        """The latest reports."""
         self._trials = Trials(kept.trust if kept else 1.0)
         self._replayed = float("-inf")
         self._chosen: Lists = {}
@@ -112,24 +114,23 @@ class Controller:
         if not own:
             return
         self.estimator.observe(own)
-        now = max(report.now for report in own.values())
-        active = max(report.active for report in own.values())
-        workers = {name: report.since for name, report in own.items()}
-        tokens = sum(report.tokens for report in own.values())
-        if self._last is not None:
-            then, those, before = self._last
-            if workers == those and now > then:
-                self._samples.append(_Sample(now, now - then, tokens - before, active))
-        self._last = now, workers, tokens
-        self._most = min(max(self._most, 2 * active), MOST)
+        sample = _sample(self._last, own)
+        if sample is not None:
+            self._samples.append(sample)
+        self._last = own
+        self._most = min(max(self._most, *(2 * report.active for report in own.values())), MOST)
 
-    def measured(self, now: float, seconds: float = HOLD) -> tuple[float, float]:
-        """Tokens/s and mean active requests over the last `seconds`; zeros when nothing was measured."""
+    def measured(self, now: float, seconds: float = HOLD) -> Load:
+        """Over the last `seconds`, as far as there were requests."""
         recent = [s for s in self._samples if s.now > now - seconds and s.active > 0]
         span = sum(s.seconds for s in recent)
         if not span:
-            return 0.0, 0.0
-        return sum(s.tokens for s in recent) / span, sum(s.active * s.seconds for s in recent) / span
+            return Load()
+        return Load(
+            rate=sum(s.tokens for s in recent) / span,
+            active=sum(s.active * s.seconds for s in recent) / span,
+            prompts=sum(s.prompts for s in recent) / span,
+        )
 
     def keep(self) -> Kept:
         """What is worth keeping."""
@@ -165,7 +166,7 @@ class Controller:
         if before is not None:
             self.lists = before
             self._chosen, self._replayed = {}, now
-        _, active = self.measured(now)
+        active = self.measured(now).active
         count = max(round(active), 2)
         held = self._thresholds(self.lists, network, count)
         if self._plain(network) and not self._predictor(network, count).judges(held):
@@ -256,6 +257,22 @@ class Controller:
     def _thresholds(self, lists: Lists, network: Network, count: int) -> tuple[int, ...]:
         chosen = [lists.get(name) or [1] for name in network.names]
         return tuple(min(values[min(count, len(values)) - 1], count) for values in chosen)
+
+
+def _sample(last: Mapping[str, Report], own: Mapping[str, Report]) -> _Sample | None:
+    """Of what the same worker processes did between two reports; None where others did it."""
+    if {name: report.since for name, report in last.items()} != {name: report.since for name, report in own.items()}:
+        return None
+    now, then = (max(report.now for report in reports.values()) for reports in (own, last))
+    if now <= then:
+        return None
+    return _Sample(
+        now=now,
+        seconds=now - then,
+        tokens=sum(report.tokens - last[name].tokens for name, report in own.items()),
+        active=max(report.active for report in own.values()),
+        prompts=max(report.prompt_seconds - last[name].prompt_seconds for name, report in own.items()),
+    )
 
 
 def _usable(kept: Lists, group: Group) -> Lists:

@@ -44,6 +44,8 @@ class Report(msgspec.Struct, frozen=True):
     """Steps that handed requests over and had none queued behind them."""
     handed_seconds: float = 0.0
     """From the sending of the last hand-off to the end of the step, sum over these steps."""
+    prompt_seconds: float = 0.0
+    """Of steps that fed a part of a prompt."""
 
 
 class Lists(msgspec.Struct, frozen=True):

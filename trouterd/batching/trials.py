@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 Lists = dict[str, list[int]]
-Measured = Callable[[float, float], tuple[float, float]]
-"""Tokens/s and mean active requests, given now and for how many seconds before."""
 
 LOSS = 0.05
 """Fall of the measured throughput for which a change is taken back."""
@@ -30,7 +28,26 @@ LONGEST = 3600.0
 """Seconds that both grow to."""
 LIKE = 0.2
 """Numbers of requests that differ by no more than this share are compared."""
+PROMPTS = 0.05
+"""The same of shares of the time that go into prompts, by their difference: no more than `LOSS`, for what a burst of prompts takes
+from the tokens must not be taken for one."""
 _TRUST = (0.5, 1.5)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What was measured over some seconds; zeros: nothing."""
+
+    rate: float = 0.0
+    """Tokens/s."""
+    active: float = 0.0
+    """Requests, in the mean."""
+    prompts: float = 0.0
+    """Share of the time that the model with the most of them spent in steps with prompts."""
+
+
+Measured = Callable[[float, float], Load]
+"""Given now and for how many seconds before."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +56,8 @@ class _Change:
 
     since: float
     before: Lists
-    rate: float
-    """Tokens/s before it; 0: unknown."""
-    active: float
+    load: Load
+    """Before it."""
     promise: float
     """Tokens/s of the lists that wait over those that launch eagerly, by the throughput model; 0: both wait, or there is none."""
     waits: bool
@@ -66,20 +82,18 @@ class Trials:
         """When the other choice is tried; None: nothing has been planned yet."""
         self._pause = TRY
 
-    def watch(
-        self, now: float, before: Lists, measured: tuple[float, float], promise: float, *, waits: bool, trial: bool
-    ) -> None:
+    def watch(self, now: float, before: Lists, load: Load, promise: float, *, waits: bool, trial: bool) -> None:
         """Lists have been replaced.
 
         Args:
             now: seconds.
             before: the lists that were replaced.
-            measured: tokens/s under them, and active requests.
+            load: what was measured under them.
             promise: of waiting over eager launches, by the model alone; 0 where both lists wait, or where there is none.
             waits: the new lists wait.
             trial: the new lists are the other choice, not what the model asks for.
         """
-        self._change = _Change(now, before, *measured, promise, waits, trial)
+        self._change = _Change(now, before, load, promise, waits, trial)
         self._next = now + self._pause
 
     def forget(self) -> None:
@@ -92,10 +106,10 @@ class Trials:
         if change is None or now - change.since < HOLD:
             return None
         self._change = None
-        rate, active = measured(now, now - change.since - SETTLE)
-        if not (change.rate and abs(active - change.active) <= LIKE * change.active):
+        load = measured(now, now - change.since - SETTLE)
+        if not _alike(change.load, load):
             return change.before if change.trial else None
-        gain = rate / change.rate
+        gain = load.rate / change.load.rate
         if change.promise and gain:
             reached = gain if change.waits else 1 / gain
             self.trust = _bounded(reached / change.promise)
@@ -122,6 +136,16 @@ class Trials:
         if self._next is None:
             self._next = now + self._pause
         return now >= self._next
+
+
+def _alike(before: Load, after: Load) -> bool:
+    """Whether throughput differs by the lists alone; never where it was not measured before."""
+    if not (before.rate and abs(after.active - before.active) <= LIKE * before.active):
+        return False
+    # Where each request is followed by another one the share of prompts rises and falls with the throughput; a burst of prompts
+    # moves them apart.
+    steady = before.prompts, before.prompts * after.rate / before.rate
+    return min(steady) - PROMPTS <= after.prompts <= max(steady) + PROMPTS
 
 
 def _bounded(trust: float) -> float:

@@ -30,11 +30,14 @@ class Observer:
         self._decisions = 0
         self.busy_seconds = 0.0
         """Of all steps, what they cost around the model included."""
+        self.prompt_seconds = 0.0
+        """Of those that fed a part of a prompt."""
         self._steps: deque[Step] = deque(maxlen=STEPS)
         self._latest: deque[Step] = deque(maxlen=LATEST)
         """Those that fed a prompt among them, and those of dead rows alone, with 0 requests."""
-        self._open: tuple[float, float, int] | None = None
-        """Begin of a step with none behind it, when its outcome was seen, and its requests, 0 as in `_latest`."""
+        self._open: tuple[float, float, int, bool] | None = None
+        """Begin of a step with none behind it, when its outcome was seen, its requests, 0 as in `_latest`, and whether it fed a
+        prompt."""
         self._idle_since = float("inf")
         """From then on the model had nothing to do, if it is not in a step now."""
         self.waited, self.waited_seconds = 0, 0.0
@@ -53,21 +56,22 @@ class Observer:
         """
         self._decisions += sum(outcome.alive)
         requests = len(outcome.chunks) if any(outcome.alive) and _no_prompts(outcome.chunks) else 0
+        prompts = not requests and _fed_prompts(outcome)
         begin = begin or now - outcome.seconds
         self._idle_since = now
         if followed:
-            self._add(begin, now, requests)
+            self._add(begin, now, requests, prompts=prompts)
         else:
-            self._open = begin, now, requests
+            self._open = begin, now, requests, prompts
 
     def ready(self, now: float) -> None:
         """The decode loop could launch a step now."""
         if self._open is None:
             return
-        begin, seen, requests = self._open
+        begin, seen, requests, prompts = self._open
         self._open = None
         self._idle_since = now
-        self._add(begin, now, requests)
+        self._add(begin, now, requests, prompts=prompts)
         if self._stats.handed_at >= seen:
             self.handed += 1
             self.handed_seconds += now - self._stats.handed_at
@@ -84,8 +88,9 @@ class Observer:
             self.waited += 1
             self.waited_seconds += now - sent
 
-    def _add(self, begin: float, end: float, requests: int) -> None:
+    def _add(self, begin: float, end: float, requests: int, *, prompts: bool) -> None:
         self.busy_seconds += end - begin
+        self.prompt_seconds += (end - begin) * prompts
         step = Step(begin, end - begin, requests)
         self._latest.append(step)
         if requests:
@@ -114,9 +119,16 @@ class Observer:
             waited_seconds=self.waited_seconds,
             handed=self.handed,
             handed_seconds=self.handed_seconds,
+            prompt_seconds=self.prompt_seconds,
         )
         self._steps.clear()
         return report
+
+
+def _fed_prompts(outcome: Outcome) -> bool:
+    # Chunks that want no logits have no entry in `alive`.
+    alive = iter(outcome.alive)
+    return not _no_prompts([chunk for chunk in outcome.chunks if not chunk.wants_logits or next(alive)])
 
 
 def _no_prompts(chunks: Sequence[Chunk]) -> bool:
