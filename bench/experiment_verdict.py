@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 from bench.experiment_group import Group, Measured, Ratio
@@ -84,19 +85,12 @@ def sentence(name: str, points: Sequence[Point], counts: Sequence[int]) -> str:
     Args:
         name: of the pattern.
         points: of it, by streams, one or more.
-        counts: all numbers of streams that others have: to skip one ends a range.
+        counts: all numbers of streams that others have: where one is skipped there is no range, but each number.
     """
-    runs: list[list[Point]] = []
-    for point in points:
-        place = counts.index(point.window.case.streams)
-        before = runs[-1][-1] if runs else None
-        if before and before.says == point.says and counts.index(before.window.case.streams) == place - 1:
-            runs[-1].append(point)
-        else:
-            runs.append([point])
     told = []
-    for number, run in enumerate(runs):
-        at = f"at {'N = ' if not number else ''}{_range([float(point.window.case.streams) for point in run], 'g')}"
+    for number, (_, group) in enumerate(groupby(points, key=lambda point: point.says)):
+        run = list(group)
+        at = f"at {'N = ' if not number else ''}{_numbers([point.window.case.streams for point in run], counts)}"
         ratios = _range([point.ratio.value for point in run], ".2f") + max(point.ratio.mark for point in run)
         what = f"{ratios} times the baseline" if not number else ratios
         told.append(_CLAUSES[run[0].says].format(at=at, ratio=what))
@@ -121,6 +115,15 @@ def _other_cost(points: Sequence[Point]) -> str:
 
 
 _SAME = 0.02
+
+
+def _numbers(streams: Sequence[int], counts: Sequence[int]) -> str:
+    """`1 to 16`, or `1, 4 and 16` where others have numbers between them."""
+    between = [count for count in counts if streams[0] <= count <= streams[-1]]
+    if len(streams) > 1 and len(between) == len(streams):
+        return f"{streams[0]} to {streams[-1]}"
+    *others, last = map(str, streams)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _range(values: Sequence[float], form: str) -> str:

@@ -51,6 +51,17 @@ def test_targets_say_met_and_missed() -> None:
     assert len(rows(text, "")) - 1 == sum(len(target.streams) for target in TARGETS)
 
 
+def test_scaling_is_that_of_the_experiment_on_it() -> None:
+    def group(letter: str, few: float, many: float) -> Group:
+        return Group([result(letter, [record(case(R2R, 1, "planned"), few), record(case(R2R, 16, "planned"), many)])])
+
+    for groups in ([group("a", 100.0, 1300.0), group("c", 100.0, 1000.0)], [group("c", 100.0, 1000.0)]):
+        (row,) = rows(targets_table(groups), "token/s x N = 1")
+        assert (row[4], row[9]) == ("10", "**missed**")
+    (row,) = rows(targets_table([group("a", 100.0, 1300.0)]), "token/s x N = 1")
+    assert (row[4], row[9]) == ("13", "aim met")
+
+
 def test_large_only_is_the_fastest_way_to_serve_it(tmp_path: Path) -> None:
     """By itself it is faster at one stream, in the routed daemon at four; one way has another run's window only."""
     first = result("a", [*compared(), record(case("large", 1, system=ITSELF), 62.5)])

@@ -46,9 +46,9 @@ def test_a_sentence_by_rule() -> None:
         " costs speed at 64 (0.80)"
     )
     assert told(measured(1.06, 1.06, 1.06, 1.06)).startswith("**R2R** pays at N = 1 to 64 (1.06 times the baseline)")
-    # A range does not reach over what was not measured, or over what is otherwise.
+    # A range does not reach over what was not measured.
     gap = Group([result("c", [one for one in measured(2, 2, 2).results[0].records if one.case.streams != 4])])
-    assert told(gap).startswith("**R2R** pays at N = 1 (2.00 times the baseline), pays at 16 (2.00)")
+    assert told(gap).startswith("**R2R** pays at N = 1 and 16 (2.00 times the baseline);")
 
 
 def test_tails_and_other_gpus_are_told() -> None:
