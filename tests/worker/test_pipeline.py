@@ -233,6 +233,17 @@ async def test_a_step_of_rows_that_tend_to_leave_is_not_queued_ahead() -> None:
     assert small.dead_rows > 5
 
 
+async def test_rows_that_tend_to_leave_are_not_fed_behind_others() -> None:
+    """Visits of one token, of requests in all phases: whoever comes joins the next step, those of the one before it do not."""
+    small = FakeResident(scripted(SMALL * 4), patience=3)
+    large = FakeResident(scripted(LARGE * 4), patience=40)
+    async with pair(small, large, "bernoulli", p=0.4).running() as cluster:
+        await asyncio.gather(*(cluster.generate("demo", [1, 2 + n], max_tokens=200) for n in range(8)))
+        await cluster.settled()
+    assert large.most_in_flight == 2
+    assert large.dead_rows <= 73  # until the route's rate is known to be below a tenth
+
+
 async def test_a_step_that_ends_early_when_it_is_dead_is_queued_ahead() -> None:
     """With every second row handed over the chance of a live row is worth a step that is over at once otherwise."""
     dead = {}
@@ -249,6 +260,27 @@ async def test_a_step_that_ends_early_when_it_is_dead_is_queued_ahead() -> None:
         dead[skipped] = small.dead_rows
     assert dead[0] <= 5
     assert dead[8] > 20
+
+
+@pytest.mark.parametrize("skipped", [0, 8])
+async def test_a_step_that_is_skipped_is_not_slept_through(skipped: int) -> None:
+    small = Held(scripted(SMALL, page_size=1), seconds=0.02)
+    small.skipped = skipped
+    async with pair(small, scripted(LARGE), "every_n", shape="visit", n=2).running() as cluster:
+        answer = cluster.submit("demo", [1], max_tokens=4)[1]
+        stepper = cluster.workers["small"].stepper
+        assert isinstance(stepper, PipelinedStepper)
+        small.allowed = 1
+        await eventually(lambda: len(small.launched) == 3)
+        assert stepper.nap(stepper.started) > 0.01  # its row may stay
+        small.allowed = 1
+        await eventually(lambda: [m for m in cluster.trace if m.source == 0])
+        assert small.in_flight == 1
+        assert (stepper.nap(stepper.started) == 0) is (skipped > 0)
+        small.allowed = 10**6
+        await answer.done.wait()
+        assert answer.writers == [0, 1] * 2
+        await cluster.settled()
 
 
 # Hand-offs

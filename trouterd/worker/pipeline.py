@@ -42,6 +42,16 @@ class _Flight:
     """Per chunk that wants logits: the route whose algorithm was asked, if it was."""
     launched: float
 
+    @property
+    def own(self) -> bool:
+        """It feeds own tokens alone, whose requests may have left before it runs."""
+        return all(chunk.own for chunk in self.chunks)
+
+    @property
+    def dead(self) -> bool:
+        """They have."""
+        return self.own and not any(chunk.current for chunk in self.chunks)
+
 
 class PipelinedStepper:
     """Launches steps ahead of the results of those before.
@@ -145,8 +155,13 @@ class PipelinedStepper:
         return self._landed(flight, record)
 
     def nap(self, now: float) -> float:
-        """Most of what is left of a long step."""
-        return self._pace.nap(self._flights[0].rows, now - self.started) if self._flights else 0.0
+        """Most of what is left of a long step; nothing of one that is about to be skipped."""
+        if not self._flights:
+            return 0.0
+        flight = self._flights[0]
+        if flight.dead and self.runner.skips(flight.rows):
+            return 0.0
+        return self._pace.nap(flight.rows, now - self.started)
 
     async def _launch_elsewhere(self, rows: StepRows) -> int:
         """Launch in the thread for what takes milliseconds of host time."""
@@ -174,7 +189,7 @@ class PipelinedStepper:
         self._last_end = time.monotonic()
         alive, stays, destinations = record.alive.tolist(), record.stays.tolist(), record.destinations.tolist()
         # A step of dead rows that ended early says nothing of live ones.
-        if not alive or any(alive) or not self.runner.skips(flight.rows):
+        if any(alive) or not (flight.own and self.runner.skips(flight.rows)):
             self._pace.observe(flight.rows, record.seconds)
         for row, route in enumerate(flight.routes):
             if route is None:

@@ -68,8 +68,8 @@ class Stepper(Protocol):
         ...
 
     def worthwhile(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether to launch these now: not a step that would most likely be fed nothing, because all its rows wait for
-        tokens of requests that tend to leave."""
+        """Whether to launch these now: not a step all of whose rows wait for tokens of requests that tend to leave, where the time
+        that it takes for nothing then outweighs the gap that it fills otherwise."""
         ...
 
     async def launch(self, chunks: Sequence[Chunk], meanwhile: Callable[[], None]) -> None:

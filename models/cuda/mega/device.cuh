@@ -96,7 +96,7 @@ DEVICE u32 take_ticket(u32* at) {
   return v;
 }
 DEVICE void fence_gpu() { __threadfence(); }
-// The end of the kernel before this one, where the launch allowed to begin earlier.
+// The end of the kernel before this one, should a launch ever allow to begin earlier: today's does not.
 DEVICE void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // A waiting loop calls this each time around: a mistake must end in an error, not in a machine that hangs.
