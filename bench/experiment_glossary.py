@@ -30,12 +30,13 @@ _TERMS = (
     Term("N", "requests under way, all the time: each client asks again as soon as it is answered", ("N",)),
     Term(
         "B",
-        "of delayed batching: with how many ready requests a model launches a step; in brackets what was in force, small first",
+        "of delayed batching: with how many ready requests a model launches a step; in brackets what was in force, small first;"
+        " *any*: one request alone never waits",
         ("B",),
     ),
     Term(
         "planned B",
-        "lists of `trouterctl batching plan`, from step times of the models alone (same run) and the rates in the names",
+        "lists of `trouterctl batching plan`, from step times of the models alone (of the same run, or `--step`) and the rates in the names",
     ),
     Term(
         "learned B", "the controller's (`auto`), after a while of this load: what the daemon does unless told otherwise"

@@ -51,7 +51,7 @@ _TARGETS = """\
 ## The project's own targets, one H200
 
 What trouterd's developers aim at with this pair on one card. *measured* is the fastest of the planned, learned and eager windows,
-chosen afterwards; targets are judged by the ratio at nominal rates."""
+chosen afterwards, of experiment a where that has them; targets are judged by the ratio at nominal rates."""
 _ONE_WINDOW = (
     "One window for each point, so that their spread is not known: differences of a few percent may be chance."
 )

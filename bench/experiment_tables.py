@@ -35,9 +35,9 @@ def _share(one: Measured | None, whole: Measured | None) -> str | None:
 def scaled_up(group: Group) -> str:
     """Experiment c: throughput and the speed of one user from 1 stream on; '' where the budget left the models alone."""
     head = (
-        *("N", "large only", "which", "routed, fastest", "B", "x large only", "at nominal rates"),
+        *("N", "large only", "in which way", "routed, fastest", "B", "x large only", "at nominal rates"),
         f"{group.device}-s x large only",
-        *("learned B", "x large only", "Std. Serving", "x N = 1", "speed of one user kept", "large's"),
+        *("learned B", "x large only", "Std. Serving", "x N = 1", "speed of one user kept", "large only keeps"),
     )
     if not group.subjects():
         return ""

@@ -107,7 +107,7 @@ def _baseline(group: Group, points: Sequence[Point]) -> str:
     ]
     text = f"Baseline, the large model without routing: {'; '.join(ways)}"
     if any(system.startswith(ITSELF) for system in group.large_systems):
-        return f"{text}, the fastest way to serve it that was measured."
+        return f"{text}, the fastest of trouterd's ways to serve it that was measured."
     return f"{text}. {_BY_ITSELF}{_KERNEL if group.head['placement'] == SHARED else ''}.**"
 
 

@@ -110,7 +110,7 @@ def test_the_baseline_is_named_with_its_rate() -> None:
     assert "Baseline, the large model without routing: in the routed daemon 50 and 200 token/s at N = 1 and 4." in text
     assert "By itself it was not measured" in text
     text, _ = worth_it([measured(2.0, 2.0, large=ITSELF)])
-    assert "by itself 100 and 400 token/s at N = 1 and 4, the fastest way" in text
+    assert "by itself 100 and 400 token/s at N = 1 and 4, the fastest of trouterd's ways" in text
     assert "not measured" not in text
 
 
