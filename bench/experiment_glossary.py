@@ -36,7 +36,8 @@ _TERMS = (
     ),
     Term(
         "planned B",
-        "lists of `trouterctl batching plan`, from step times of the models alone (of the same run, or `--step`) and the rates in the names",
+        "lists of `trouterctl batching plan`, from step times of the models alone (of the same run, or `--step`) and the rates"
+        " in the names",
     ),
     Term(
         "learned B", "the controller's (`auto`), after a while of this load: what the daemon does unless told otherwise"
