@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict
+
+import msgspec
 
 from bench.experiment_case import Case, Record
 
@@ -80,12 +82,23 @@ def new_file(folder: Path, experiment: str, pair: str, placement: str) -> Path:
     except OSError as error:
         raise ResultError(f"--output: cannot make the folder {folder}: {error.strerror}") from error
     stem = f"{experiment}-{pair}-{placement}"
-    path = folder / f"{stem}{_SUFFIX}"
-    number = 2
-    while path.exists():
-        path = folder / f"{stem}-{number}{_SUFFIX}"
+    path, number = folder / f"{stem}{_SUFFIX}", 1
+    while not _taken(path):
         number += 1
+        path = folder / f"{stem}-{number}{_SUFFIX}"
     return path
+
+
+def _taken(path: Path) -> bool:
+    """Whether the name is this command's from now on: another one may begin in the same folder. Raises ResultError."""
+    try:
+        with path.open("x") as file:
+            file.write("{}")  # no result yet
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise ResultError(f"cannot write {path}: {error.strerror}") from error
+    return True
 
 
 def now() -> str:
@@ -110,21 +123,56 @@ def read_results(folder: Path) -> list[Result]:
             if not isinstance(content, dict) or "records" not in content or "experiment" not in content.get("head", {}):
                 continue  # another bench's result may lie beside
             found.append(_result(content))
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise ResultError(f"{path}: not a result of an experiment: {error}") from error
     if not found:
         raise ResultError(f"{folder}: holds no result of an experiment")
     return sorted(found, key=lambda result: str(result.head.get("started", "")))
 
 
+class _Head(TypedDict):
+    """What reports read of a head; files of before lack some of it."""
+
+    experiment: Literal["a", "b", "c", "d", "e", "f", "g", "h"]
+    hardware: str
+    versions: dict[str, str]
+    commit: str
+    command: str
+    pair: str
+    placement: str
+    devices: list[str]
+    names: dict[str, str]
+    started: NotRequired[str]
+    nonce: NotRequired[int]
+    settings: NotRequired[dict[str, Any]]
+    contention: NotRequired[list[float]]
+    note: NotRequired[str]
+
+
+class _Record(TypedDict):
+    case: dict[str, Any]
+    window: dict[str, Any]
+    facts: dict[str, Any]
+
+
+class _File(TypedDict):
+    head: _Head
+    records: list[_Record]
+    dropped: list[str]
+    failures: list[tuple[str, str]]
+    complete: bool
+    points: list[dict[str, Any]]
+
+
 def _result(content: Mapping[str, Any]) -> Result:
-    records = [Record(_case(record["case"]), record["window"], record["facts"]) for record in content["records"]]
-    failures = [(key, reason) for key, reason in content["failures"]]
-    return Result(
-        content["head"], records, list(content["dropped"]), failures, bool(content["complete"]), content["points"]
-    )
+    """Raises ValueError, TypeError: it is none."""
+    file = msgspec.convert(content, _File)
+    if file["head"]["experiment"] == "h" and not file["points"]:
+        raise ValueError("experiment h without a point")
+    records = [Record(_case(record["case"]), record["window"], record["facts"]) for record in file["records"]]
+    return Result(content["head"], records, file["dropped"], file["failures"], file["complete"], file["points"])
 
 
 def _case(content: Mapping[str, Any]) -> Case:
     """JSON has no tuples."""
-    return Case(**{**content, **{name: tuple(content.get(name, ())) for name in ("changed", "experiments")}})
+    return msgspec.convert(content, Case)

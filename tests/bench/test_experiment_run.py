@@ -18,7 +18,7 @@ from bench.experiment_routes import Routes
 from bench.experiment_steps import StepTimes
 from bench.kv_pools import RoomError
 from bench.target import Target
-from tests.bench.experiment_fakes import case
+from tests.bench.experiment_fakes import case, record, result, saved
 from tests.bench.fake_system import SECONDS, Clock, Fake
 
 CASES = [
@@ -205,8 +205,48 @@ def test_what_fits(shape: list[tuple[float, list[tuple[int, float]]]], budget: f
 def test_names_of_files(tmp_path: Path) -> None:
     first = new_file(tmp_path / "out", "a", "x+y", "shared")
     assert first.name == "a-x+y-shared.json"
-    first.touch()
+    # It is taken from then on, though nothing has been measured.
     assert new_file(tmp_path / "out", "a", "x+y", "shared").name == "a-x+y-shared-2.json"
+    with pytest.raises(ResultError, match="holds no result"):
+        read_results(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("head", "versions"), None),
+        (("head", "hardware"), 3),
+        (("head", "experiment"), "q"),
+        (("head", "experiment"), "h"),
+        (("head", "nonce"), []),
+        (("head", "settings"), []),
+        (("records", 0, "window"), []),
+        (("records", 0, "case", "streams"), "four"),
+        (("records", 0, "case", "system"), None),
+    ],
+)
+def test_a_file_with_something_odd_in_it_is_named(tmp_path: Path, place: tuple[str | int, ...], value: object) -> None:
+    saved(tmp_path, result("a", [record(case("large", 1), 50.0)]))
+    (path,) = tmp_path.glob("*.json")
+    read_results(tmp_path)
+    content = json.loads(path.read_text())
+    *way, last = place
+    inner = content
+    for step in way:
+        inner = inner[step]
+    if value is None:
+        del inner[last]
+    else:
+        inner[last] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(ResultError, match=f"{path.name}: not a result of an experiment: "):
+        read_results(tmp_path)
+
+
+def test_a_file_that_is_nested_without_end_is_named(tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text("[" * 200_000)
+    with pytest.raises(ResultError, match=r"deep.json: not a result"):
+        read_results(tmp_path)
 
 
 def test_a_file_that_cannot_be_written_for_a_while_misses_nothing(tmp_path: Path) -> None:
