@@ -17,7 +17,7 @@ from trouterd.batching import controller as controller_module
 from trouterd.batching import state
 from trouterd.batching import trials as trials_module
 from trouterd.batching.controller import MOST, WAITING, Controller, Kept
-from trouterd.batching.estimate import ENOUGH, Estimator, Learned
+from trouterd.batching.estimate import ENOUGH, ENOUGH_HANDOFFS, Estimator, Learned
 from trouterd.batching.groups import Group, fingerprint, groups_of
 from trouterd.batching.launch import feasible
 from trouterd.batching.network import Network, StepTime
@@ -27,7 +27,7 @@ from trouterd.batching.predictor import Predictor
 from trouterd.batching.replay import RunWorkload, best, geometric
 from trouterd.batching.report import Report, Step
 from trouterd.batching.simulator import simulate
-from trouterd.batching.trials import FREEZE, HOLD, PROMPTS, TRY, Load, Trials
+from trouterd.batching.trials import FREEZE, HOLD, LONGEST_WATCH, TRY, Load
 from trouterd.batching.workload import MarkovWorkload
 from trouterd.config import Batching, Config, Gpu, Model, Route, Server
 
@@ -253,6 +253,26 @@ def test_the_time_of_a_hand_off_is_what_lies_between_both_sides() -> None:
     assert late.handoff == 0
 
 
+def handing(**counts: float) -> float:
+    """Seconds of a hand-off where the small model has counted this."""
+    estimator, daemon = Estimator(group()), Daemon(paper_pair(), 8)
+    for _ in range(5):
+        estimator.observe(daemon.reports())
+    for name, count in counts.items():
+        setattr(estimator.learned["small"], name, count)
+    network = estimator.network()
+    assert network is not None
+    return network.handoff
+
+
+def test_senders_whose_steps_have_others_behind_them_send_after_the_end() -> None:
+    known = {"waited": 100.0, "waited_seconds": 0.03, "handed": 100.0, "handed_seconds": -0.02}
+    assert handing(**known) == pytest.approx(0.5e-3)
+    few = {"handed": ENOUGH_HANDOFFS - 1.0, "handed_seconds": 0.0}
+    assert handing(**(known | few)) == 0.0, "what a sender adds is not known"
+    assert handing(**(known | {"handed": 0.0})) == 0.0
+
+
 def test_contention_is_told_from_steps_that_ran_alone_and_together() -> None:
     network = Network.pair((StepTime.affine(2e-3), StepTime.affine(20e-3)), 0.35, contention=(1.0, 0.3))
     estimator, daemon = Estimator(group(shares=True)), Daemon(network, 8, overlap=True)
@@ -466,26 +486,6 @@ def test_waiting_wins_where_it_gains_what_the_model_leaves_out() -> None:
     assert controller.lists
 
 
-def test_nothing_is_tried_while_changes_are_frozen() -> None:
-    trials = Trials()
-    assert not trials.due(0.0)
-    trials.watch(TRY, {"large": [1, 2]}, Load(100.0, 8.0), 1.0, waits=False, trial=False)
-    assert trials.judge(TRY + HOLD / 2, lambda now, seconds: Load(50.0, 8.0)) is None
-    assert trials.pending(TRY + HOLD / 2)
-    assert trials.judge(TRY + HOLD, lambda now, seconds: Load(50.0, 8.0)) == {"large": [1, 2]}
-    assert trials.pending(TRY + HOLD + FREEZE - 1).startswith("taken back")
-    assert not trials.pending(TRY + HOLD + FREEZE)
-
-
-def test_trials_among_other_numbers_of_requests_decide_nothing() -> None:
-    trials = Trials()
-    before = {"large": [1, 2]}
-    trials.watch(0.0, before, Load(100.0, 8.0), 1.1, waits=False, trial=True)
-    assert trials.judge(HOLD, lambda now, seconds: Load(200.0, 16.0)) == before
-    assert trials.trust == 1.0
-    assert trials.due(TRY)
-
-
 @pytest.mark.usefixtures("soon")
 def test_lists_that_workers_do_not_go_by_are_not_tried() -> None:
     truth = Truth(paper_pair(), 8)
@@ -505,8 +505,9 @@ def test_other_numbers_of_requests_are_not_compared() -> None:
     while not controller.lists:
         run(controller, daemon, 5)
     daemon.rate, daemon.active = 500, 4
-    run(controller, daemon, int(HOLD) + 5)
+    run(controller, daemon, int(LONGEST_WATCH))
     assert controller.lists
+    assert controller.state == "settled"
 
 
 # Prompts
@@ -517,22 +518,25 @@ BURST = (0.3, 0.8)
 
 
 def watched(prompts: tuple[float, float] = (0.0, 0.0)) -> tuple[Controller, Daemon]:
-    """A plan has just been put into force."""
+    """A plan has just been put into force, and keeps its promise from now on."""
     controller, daemon = Controller(group()), Daemon(paper_pair(), 64, prompts=prompts)
     while not controller.lists:
         run(controller, daemon, 5)
     assert controller.state == "watching the latest change"
+    thresholds = [controller.lists[name][63] for name in NAMES]
+    predictor = Predictor(paper_pair(), 64)
+    daemon.rate *= predictor.steps_per_second(64, thresholds) / predictor.steps_per_second(64, (1, 1))
     return controller, daemon
 
 
 def stays(controller: Controller, daemon: Daemon, seconds: int) -> None:
-    """Runs; the lists in force are never taken back, and nothing is learnt from them."""
+    """Runs; the lists in force are never taken back, and no more is learnt than that they keep their promise."""
     for _ in range(0, seconds, 5):
         run(controller, daemon, 5)
         assert controller.lists
         assert not controller.state.startswith("taken back")
     assert controller.state == "settled"
-    assert controller.trust == 1.0
+    assert controller.trust == pytest.approx(1.0, abs=0.03)
 
 
 def test_the_share_of_prompts_is_that_of_the_model_with_the_most() -> None:
@@ -558,7 +562,11 @@ def test_the_first_prompts_of_many_streams_speak_neither_for_the_plan_nor_agains
 def test_a_plan_made_while_prompts_are_read_is_not_praised_for_their_end() -> None:
     controller, daemon = watched(BURST)
     daemon.prompts = (0.0, 0.0)
+    run(controller, daemon, int(HOLD))
+    # There is nothing to wait for: before it was a burst.
+    assert controller.state == "settled"
     stays(controller, daemon, 30)
+    assert controller.trust == 1.0
 
 
 def test_a_burst_of_prompts_while_a_change_is_watched_does_not_take_it_back() -> None:
@@ -569,36 +577,28 @@ def test_a_burst_of_prompts_while_a_change_is_watched_does_not_take_it_back() ->
     stays(controller, daemon, 30)
 
 
+def test_a_change_is_watched_until_a_burst_matters_no_more() -> None:
+    controller, daemon = watched()
+    daemon.prompts = BURST
+    run(controller, daemon, 4)
+    daemon.prompts = (0.0, 0.0)
+    daemon.rate *= 0.7
+    run(controller, daemon, int(HOLD) - 4)
+    assert controller.state == "watching the latest change"
+    run(controller, daemon, int(HOLD))
+    assert controller.state.startswith("taken back")
+    assert not controller.lists
+
+
 def test_a_loss_under_a_steady_share_of_prompts_is_taken_back() -> None:
     """Requests that end more slowly bring fewer prompts."""
     controller, daemon = watched((0.1, 0.4))
-    daemon.rate *= 0.8 * 0.6 / 0.68
+    daemon.rate *= 0.7
     daemon.prompts = (0.08, 0.32)
     run(controller, daemon, int(HOLD))
     assert not controller.lists
     assert controller.state.startswith("taken back")
     assert controller.trust < 0.8
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "judged"),
-    [
-        (Load(100.0, 8.0), Load(90.0, 8.0, PROMPTS), True),
-        (Load(100.0, 8.0), Load(90.0, 8.0, 1.1 * PROMPTS), False),
-        (Load(100.0, 8.0, 0.3), Load(90.0, 8.0, 0.3), True),
-        (Load(100.0, 8.0, 0.5), Load(60.0, 8.0, 0.3), True),
-        (Load(100.0, 8.0, 0.5), Load(60.0, 8.0, 0.3 - 1.1 * PROMPTS), False),
-        (Load(100.0, 8.0, 0.5), Load(60.0, 8.0, 0.5 + 1.1 * PROMPTS), False),
-        (Load(0.0, 8.0), Load(90.0, 8.0), False),
-    ],
-)
-def test_only_loads_that_are_alike_in_prompts_are_compared(before: Load, after: Load, judged: bool) -> None:
-    trials = Trials()
-    trials.watch(0.0, {}, before, 1.1, waits=True, trial=False)
-    back = trials.judge(HOLD, lambda now, seconds: after)
-    assert (trials.trust != 1.0) == judged
-    assert (back is not None) == judged
-    assert bool(trials.pending(HOLD)) == judged
 
 
 @pytest.mark.usefixtures("soon")
@@ -691,11 +691,13 @@ def test_learned_values_survive_a_restart(tmp_path: Path) -> None:
     path, print_ = tmp_path / "batching.json", fingerprint(config())
     controller = Controller(group())
     run(controller, Daemon(paper_pair(), 8), 30)
+    controller.estimator.learned["small"].handed_seconds = -0.5
     state.save(path, print_, {"small": controller.keep()})
     kept = state.load(path, print_)
     again = Controller(group(), kept["small"])
     assert again.lists == controller.lists
     assert again.estimator.lacks() == ""
+    assert again.estimator.learned["small"].handed_seconds == -0.5
     again.recompute(1000.0)
     assert again.lists == controller.lists
     assert [entry.name for entry in tmp_path.iterdir()] == ["batching.json"]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
+from models.batch import ModelRunner
 from models.script import ScriptRunner
 from tests.harness import Cluster
+from tests.worker.resident import FakeResident
 from trouterd.config import Route
 from trouterd.worker.observer import Observer
 from trouterd.worker.stats import Stats
@@ -158,11 +160,37 @@ def test_a_hand_off_is_timed_from_both_sides() -> None:
     assert (report.waited, report.waited_seconds) == (1, 0.125)
 
 
+def test_what_a_step_with_another_behind_it_hands_over_is_sent_after_its_end() -> None:
+    stats = Stats()
+    observer = Observer(stats)
+
+    def handed() -> tuple[int, float]:
+        report = observer.report(9.0, 1, 0)
+        return report.handed, report.handed_seconds
+
+    ended(observer, 0.0, 1.5, followed=True)
+    stats.handed_at = 1.625
+    observer.ready(1.75)
+    assert handed() == (1, -0.125)
+    observer.ready(1.875)
+    # The row behind it was dead, and handed nothing over.
+    observer.note(Decided([Fed()], 0.25, [False]), 0.0, 2.0, followed=False)  # type: ignore[arg-type]
+    observer.ready(2.25)
+    assert handed() == (1, -0.125)
+    # Two outcomes in a row.
+    ended(observer, 0.0, 3.0, followed=True)
+    stats.handed_at = 3.25
+    ended(observer, 0.0, 3.5, followed=True)
+    ended(observer, 0.0, 4.0)
+    observer.ready(4.25)
+    assert handed() == (2, -0.375)
+
+
 @asynccontextmanager
-async def visited() -> AsyncIterator[Cluster]:
+async def visited(device: Callable[[ScriptRunner], ModelRunner] = lambda runner: runner) -> AsyncIterator[Cluster]:
     """Workers after one answer in which every third token was the large model's."""
     runners = {
-        name: ScriptRunner([ids], vocab_size=258, eos=257, cycle=True, delay_ms=1.0)
+        name: device(ScriptRunner([ids], vocab_size=258, eos=257, cycle=True, delay_ms=1.0))
         for name, ids in (("small", 1), ("large", 2))
     }
     route = Route(models=["small", "large"], algorithm="every_n", params={"shape": "visit", "n": 3})
@@ -182,6 +210,21 @@ async def test_every_launch_of_a_request_has_a_wait() -> None:
             assert waited == stats.batch_requests.sum
         assert sum(large.stay_seconds.counts) == 0
         assert small.stay_seconds.sum > 0
+
+
+async def test_hand_offs_are_timed_although_rows_that_leave_have_dead_ones_behind_them() -> None:
+    def device(runner: ScriptRunner) -> FakeResident:
+        made = FakeResident(runner)
+        made.skipped = 8
+        return made
+
+    async with visited(device) as cluster:
+        dead = 0
+        for worker in cluster.workers.values():
+            sent = worker.stats.handoffs.total()
+            assert sent - 1 <= worker.observer.handed <= sent
+            dead += worker.stats.steps - int(worker.stats.batch_requests.sum)
+        assert dead > 10, "most steps that hand over have another one behind them"
 
 
 async def test_workers_time_hand_offs_that_are_waited_for() -> None:

@@ -37,7 +37,7 @@ LINGER_STEPS = 4.0
 MOST_LINGER = 1.0
 """Seconds."""
 _SAMPLES = 64
-"""Times between two reports that throughput is taken from."""
+"""Times between two reports that throughput is taken from; a second each, and so as long as a change is watched at most."""
 
 
 class Kept(msgspec.Struct):

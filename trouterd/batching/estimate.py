@@ -31,7 +31,7 @@ ENOUGH = 200
 ENOUGH_STEPS = 30
 """Steps from which on a model's step time is known."""
 ENOUGH_HANDOFFS = 20
-"""Launches that waited for hand-offs from which on the time of a hand-off is known; 0 until then."""
+"""Launches that waited for hand-offs, and steps that sent some, from which on the time of a hand-off is known; 0 until then."""
 SAMPLES = 2000
 """Steps that a fit looks at."""
 _MISFIT = 0.15
@@ -49,6 +49,7 @@ _LEAST, _MOST = 1e-9, 1e12
 """Of what a file may say: no time is shorter, no count larger. Beyond them arithmetic comes to nothing."""
 NotNegative = Annotated[float, Meta(ge=0, le=_MOST)]
 Positive = Annotated[float, Meta(ge=_LEAST, le=_MOST)]
+Signed = Annotated[float, Meta(ge=-_MOST, le=_MOST)]
 
 
 class Learned(msgspec.Struct):
@@ -67,7 +68,7 @@ class Learned(msgspec.Struct):
     waited: NotNegative = 0.0
     waited_seconds: NotNegative = 0.0
     handed: NotNegative = 0.0
-    handed_seconds: NotNegative = 0.0
+    handed_seconds: Signed = 0.0
     """The last four as in `Report`."""
 
 
@@ -204,10 +205,10 @@ class Estimator:
 def _handoff(facts: Sequence[Learned]) -> float:
     """Seconds from the end of a step to the launch at a receiver that waits, less what the sender's step took after the sending."""
     waited, handed = sum(learned.waited for learned in facts), sum(learned.handed for learned in facts)
-    if waited < ENOUGH_HANDOFFS:
+    if min(waited, handed) < ENOUGH_HANDOFFS:
         return 0.0
     arriving = sum(learned.waited_seconds for learned in facts) / waited
-    leaving = sum(learned.handed_seconds for learned in facts) / handed if handed else 0.0
+    leaving = sum(learned.handed_seconds for learned in facts) / handed
     return max(arriving - leaving, 0.0)
 
 

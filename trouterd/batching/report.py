@@ -41,9 +41,10 @@ class Report(msgspec.Struct, frozen=True):
     waited_seconds: float = 0.0
     """From the sending of the last of those to the launch, sum over these steps."""
     handed: int = 0
-    """Steps that handed requests over and had none queued behind them."""
+    """Steps that handed requests over."""
     handed_seconds: float = 0.0
-    """From the sending of the last hand-off to the end of the step, sum over these steps."""
+    """From the sending of the last hand-off to the end of the step, sum over these steps; less than 0 of one with another queued
+    behind it, which ends before the sending."""
     prompt_seconds: float = 0.0
     """Of steps that fed a part of a prompt."""
 

@@ -17,6 +17,8 @@ BETTER = 0.02
 """Rise of it for which a trial of the other choice stays."""
 HOLD = 10.0
 """Seconds for which a change is left alone and watched."""
+LONGEST_WATCH = 60.0
+"""The same where loads stay unlike; then it stays unjudged. Shares of prompts settle the longer they are looked at."""
 SETTLE = 2.0
 """Of those that do not count: the first ones."""
 FREEZE = 60.0
@@ -28,9 +30,11 @@ LONGEST = 3600.0
 """Seconds that both grow to."""
 LIKE = 0.2
 """Numbers of requests that differ by no more than this share are compared."""
-PROMPTS = 0.05
-"""The same of shares of the time that go into prompts, by their difference: no more than `LOSS`, for what a burst of prompts takes
-from the tokens must not be taken for one."""
+MOST_PROMPTS = 0.7
+"""Share of the time in prompts beyond which what is left of it is too small a part to judge by."""
+DIFFER = 0.15
+"""Shares of the time in prompts that differ by no more than this are compared: steps with prompts give some tokens too, and those
+who wait for their first one give none beside them."""
 _TRUST = (0.5, 1.5)
 
 
@@ -44,6 +48,16 @@ class Load:
     """Requests, in the mean."""
     prompts: float = 0.0
     """Share of the time that the model with the most of them spent in steps with prompts."""
+
+    @property
+    def decode(self) -> float:
+        """Tokens/s of the time that is not spent in prompts, which is what the throughput model speaks of; of shares below 1."""
+        return self.rate / (1 - self.prompts)
+
+    @property
+    def telling(self) -> bool:
+        """Whether another load can be compared with it."""
+        return self.rate > 0 and self.prompts <= MOST_PROMPTS
 
 
 Measured = Callable[[float, float], Load]
@@ -105,11 +119,14 @@ class Trials:
         change = self._change
         if change is None or now - change.since < HOLD:
             return None
-        self._change = None
         load = measured(now, now - change.since - SETTLE)
-        if not _alike(change.load, load):
+        alike = _alike(change.load, load)
+        if not alike and not change.trial and change.load.telling and now - change.since < LONGEST_WATCH:
+            return None
+        self._change = None
+        if not alike:
             return change.before if change.trial else None
-        gain = load.rate / change.load.rate
+        gain = load.decode / change.load.decode
         if change.promise and gain:
             reached = gain if change.waits else 1 / gain
             self.trust = _bounded(reached / change.promise)
@@ -139,13 +156,13 @@ class Trials:
 
 
 def _alike(before: Load, after: Load) -> bool:
-    """Whether throughput differs by the lists alone; never where it was not measured before."""
-    if not (before.rate and abs(after.active - before.active) <= LIKE * before.active):
-        return False
-    # Where each request is followed by another one the share of prompts rises and falls with the throughput; a burst of prompts
-    # moves them apart.
-    steady = before.prompts, before.prompts * after.rate / before.rate
-    return min(steady) - PROMPTS <= after.prompts <= max(steady) + PROMPTS
+    """Whether throughput differs by the lists alone."""
+    return (
+        before.telling
+        and after.prompts <= MOST_PROMPTS
+        and abs(after.prompts - before.prompts) <= DIFFER
+        and abs(after.active - before.active) <= LIKE * before.active
+    )
 
 
 def _bounded(trust: float) -> float:

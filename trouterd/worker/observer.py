@@ -22,7 +22,8 @@ class Observer:
 
     A step with none queued behind it lasts until the decode loop can launch the next one, and one that was alone from the decision
     to launch it: the model can do nothing else meanwhile. A hand-off then takes what lies between that end at its sender and the
-    launch at a receiver that had been waiting for it; each side reports how far its end is from the sending.
+    launch at a receiver that had been waiting for it; each side reports how far its end is from the sending. Of a step with another
+    one behind it, be that of rows that leave with this one, the end is before the sending.
     """
 
     def __init__(self, stats: Stats) -> None:
@@ -43,6 +44,8 @@ class Observer:
         self.waited, self.waited_seconds = 0, 0.0
         self.handed, self.handed_seconds = 0, 0.0
         """As in `Report`."""
+        self._followed_at = float("inf")
+        """When the latest step ended, if another one was queued behind it; what it hands over is sent from then on."""
 
     def note(self, outcome: Outcome, begin: float, now: float, *, followed: bool) -> None:
         """A step has ended; to be called before it changes its requests.
@@ -54,6 +57,8 @@ class Observer:
             now: time.monotonic().
             followed: another step was queued behind it.
         """
+        self._sent(self._followed_at, self._followed_at)
+        self._followed_at = now if followed else float("inf")
         self._decisions += sum(outcome.alive)
         requests = len(outcome.chunks) if any(outcome.alive) and _no_prompts(outcome.chunks) else 0
         prompts = not requests and _fed_prompts(outcome)
@@ -66,15 +71,15 @@ class Observer:
 
     def ready(self, now: float) -> None:
         """The decode loop could launch a step now."""
+        self._sent(self._followed_at, self._followed_at)
+        self._followed_at = float("inf")
         if self._open is None:
             return
         begin, seen, requests, prompts = self._open
         self._open = None
         self._idle_since = now
         self._add(begin, now, requests, prompts=prompts)
-        if self._stats.handed_at >= seen:
-            self.handed += 1
-            self.handed_seconds += now - self._stats.handed_at
+        self._sent(seen, now)
 
     def awaited(self, chunks: Sequence[Chunk], sent: float, now: float) -> None:
         """A step is launched for hand-offs, and nothing else runs.
@@ -87,6 +92,12 @@ class Observer:
         if sent > self._idle_since and _no_prompts(chunks):
             self.waited += 1
             self.waited_seconds += now - sent
+
+    def _sent(self, seen: float, end: float) -> None:
+        """Count what a step that ended then has handed over, if anything was since its outcome was seen."""
+        if self._stats.handed_at >= seen:
+            self.handed += 1
+            self.handed_seconds += end - self._stats.handed_at
 
     def _add(self, begin: float, end: float, requests: int, *, prompts: bool) -> None:
         self.busy_seconds += end - begin
