@@ -180,6 +180,36 @@ def test_what_models_side_by_side_reach_is_not_compared_with_turns() -> None:
     assert controller.measured(daemon.now).rate > 0
 
 
+def test_replays_of_models_side_by_side_say_nothing_of_turns() -> None:
+    controller = Controller(group())
+    run(controller, Daemon(paper_pair(), 8), 10)
+    controller._chosen, controller._replayed, controller._rates = {"small": [1]}, 1e9, {(8, (1, 1)): 1.0}
+    controller.turns = True
+    assert (controller._chosen, controller._rates) == ({}, {})
+    assert controller._replayed < 0
+
+
+def test_tokens_of_an_outage_are_no_throughput() -> None:
+    """The small model writes on alone while the large one is away: nothing of it is compared with anything."""
+    controller, daemon = Controller(group()), Daemon(paper_pair(), 8)
+    while controller.state != "watching the latest change":
+        run(controller, daemon, 5)
+    lists, before = controller.lists, len(controller._samples)
+    for second in range(40):
+        daemon.rate = 5000.0
+        controller.observe({"small": daemon.reports()["small"]})
+        if second % 5 == 4:
+            controller.recompute(daemon.now)
+    assert len(controller._samples) == before
+    assert controller.measured(daemon.now) == Load()
+    daemon.rate = 1000.0
+    daemon.restart(1)
+    run(controller, daemon, 40)
+    assert controller.lists == lists
+    assert controller.trust == pytest.approx(1.0, abs=0.15)
+    assert controller.state == "settled"
+
+
 def test_small_promises_of_waiting_are_not_worth_a_change() -> None:
     waits = {}
     for share in (0.25, 0.35):

@@ -105,6 +105,7 @@ class Controller:
         # A new one: the event loop may be looking at the old one.
         self._samples = deque(maxlen=_SAMPLES)
         self._trials = Trials(self.trust)
+        self._chosen, self._rates, self._replayed = {}, {}, float("-inf")
 
     # Between steps of the event loop
 
@@ -114,7 +115,8 @@ class Controller:
         if not own:
             return
         self.estimator.observe(own)
-        sample = _sample(self._last, own)
+        # While a model is away the others' tokens are those of another load.
+        sample = _sample(self._last, own) if len(own) == len(self.group.models) else None
         if sample is not None:
             self._samples.append(sample)
         self._last = own
