@@ -67,11 +67,16 @@ class Link:
         """The answer to a verb.
 
         Raises:
-            RuntimeError: it was refused, or failed.
+            RuntimeError: it was refused, or failed, or the daemon is gone.
         """
         with self._lock:
-            self._socket.sendall(pack_frame(Call(id=1, verb=verb, args=args)))
-            reply = receive_frame(self._socket)
+            try:
+                self._socket.sendall(pack_frame(Call(id=1, verb=verb, args=args)))
+                reply = receive_frame(self._socket)
+            except OSError as error:
+                raise RuntimeError(f"{verb}: the daemon has ended ({error.strerror or error})") from error
+        if reply is None:
+            raise RuntimeError(f"{verb}: the daemon has ended")
         if not isinstance(reply, Reply) or reply.error:
             raise RuntimeError(f"{verb} {args}: {reply.error if isinstance(reply, Reply) else reply}")
         return reply.result
