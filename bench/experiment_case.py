@@ -104,11 +104,11 @@ class Stage:
     open: Callable[[Path, Routes], AbstractContextManager[Opened]]
     """Starts it, given a folder and what it serves."""
     cases: tuple[Case, ...]
+    daemon: object
+    """What is started, without routes. Stages of one name are one only where these are equal."""
     routes: Routes = Routes()
     most_routes: int = 0
     """0: any number."""
-    daemon: object = None
-    """Stages of one name are started in the same way, but for their routes, where these are equal."""
 
     def opened(self, folder: Path) -> AbstractContextManager[Opened]:
         """Starts it, with its routes."""

@@ -57,7 +57,7 @@ def by_itself(scope: Scope, cases: Sequence[Case]) -> list[Stage]:
             replace(case, system=system, importance=case.importance + (_LESS if place else REFERENCE)) for case in asked
         ]
         deployment = Deployment((model,), (), (*scope.setup.deployment().settings, *_OVERLAP))
-        found.append(Stage(system, scope.start, partial(_opened, deployment), tuple(own)))
+        found.append(Stage(system, scope.start, partial(_opened, deployment), tuple(own), deployment))
     return found
 
 

@@ -75,7 +75,8 @@ def peer(scope: Scope, folder: Path, counts: Sequence[int], importance: int) -> 
         for subject in (*shares, LARGE)
         for count in counts
     ]
-    return Stage(VLLM, _LIMIT, start, tuple(cases))
+    script = folder, scope.setup.sources, tuple(counts), tuple(shares.items())
+    return Stage(VLLM, _LIMIT, start, tuple(cases), script)
 
 
 def known(scope: Scope) -> list[Pattern]:

@@ -17,6 +17,7 @@ from bench.ablations import ablated
 from bench.deployment import Deployment
 from bench.experiment_case import LARGE, SMALL, TROUTERD, TURNS, WHOLE, Case, Stage
 from bench.experiment_fleet import EAGER, PLANNED
+from bench.experiment_kernel import kernel_model
 from bench.experiment_scope import REFERENCE, Scope
 from bench.experiment_setup import Setup
 from trouterd.batching.placement import SEPARATE, SHARED
@@ -77,7 +78,7 @@ _USUAL, _IN_TURNS = Way(TROUTERD), Way(TURNS)
 def _divisions(setup: Setup) -> Iterator[tuple[Way, Mapping[str, Sequence[str]]]]:
     """Parts of the card for persistent kernels, as lines of the models' tables: for that of one model, then for one of each."""
     said = {name: setup.settings.of_model(name) for name in setup.names}
-    if kernel := setup.kernel_model:
+    if kernel := kernel_model(setup):
         usual = said[kernel].get("megakernel_percent") or (_WHOLE if setup.takes_turns else round(100 * SHARED_PART))
         taken = sum(
             own.get("megakernel_percent", 0)

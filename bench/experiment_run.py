@@ -47,8 +47,9 @@ class Runner:
         self._seconds, self._measure, self._steps = seconds, measure, steps
         self._progress, self._clock = progress, clock
         self._end = clock() + budget
-        self._most: dict[str, int] = {}
-        """Requests of a workload that KV pools have room for, where there were too many."""
+        self._most: dict[tuple[str, str], int] = {}
+        """Requests that KV pools have room for, where there were too many, by workload and experiment: all of an experiment are
+        compared with each other, but another one may have had no daemon whose pools are so small."""
         self._left = {stage.name: list(stage.cases) for stage in stages}
         self._untold: list[str] = []
         """Keys of what was dropped since the last line of progress."""
@@ -80,7 +81,7 @@ class Runner:
             except (CaseError, DaemonError, RuntimeError, OSError) as error:
                 # The others can still be measured.
                 for case in self._left[stage.name]:
-                    self._fail(case, error)
+                    self._progress.done(self._fail(case, error))
                 self._left[stage.name] = []
 
     def _cases(self, stage: Stage, opened: Opened) -> None:
@@ -94,37 +95,54 @@ class Runner:
             self._case(fitting[0], opened)
 
     def _case(self, case: Case, opened: Opened) -> None:
-        most = self._most.get(case.workload, case.streams)
+        """A window; several where its experiments have room for different numbers of streams."""
+        left = case.experiments
+        while left:
+            streams = max(self._room(case, letter) for letter in left)
+            own = tuple(letter for letter in left if self._room(case, letter) == streams)
+            lacking = self._lacking(replace(case, experiments=own), streams)
+            try:
+                line = self._window(lacking, streams, opened)
+            except RoomError as error:
+                # What is measured later is to be compared with this, on whatever servers.
+                self._most |= {(case.workload, letter): error.most for letter in lacking.experiments}
+                continue
+            left = tuple(letter for letter in left if letter not in own)
+            self._progress.done(line, 0 if left else 1)
+
+    def _room(self, case: Case, letter: str) -> int:
+        """Streams of a window that one of its experiments can have."""
+        return min(case.streams, self._most.get((case.workload, letter), case.streams))
+
+    def _lacking(self, case: Case, streams: int) -> Case:
+        """The window for those of its experiments that have none yet with so few streams.
+
+        One that only another experiment has is measured again, since that may have been in another daemon.
+        """
+        if streams == case.streams:
+            return case
+        key = replace(case, streams=streams).key
+        return replace(case, experiments=tuple(file.experiment for file in self._of(case) if not file.has(key)))
+
+    def _window(self, case: Case, streams: int, opened: Opened) -> str:
+        """Measure it with so many streams; a line that says what came of it. Raises RoomError."""
+        if not case.experiments:
+            return f"{case.key}: room for {streams} only, which have been measured"
         try:
-            record = opened.record(case, self._measure) if case.streams <= most else self._fewer(case, opened, most)
-        except RoomError as error:
-            # What is measured later is to be compared with this, on whatever servers.
-            self._most[case.workload] = error.most
-            self._case(case, opened)
-            return
+            if not streams:
+                raise CaseError("the KV pools have no room for one such request")
+            record = opened.record(replace(case, streams=streams), self._measure)
+        except RoomError:
+            raise
         except (CaseError, RuntimeError, OSError) as error:
-            self._fail(case, error)
-            return
-        if record is None:
-            return
+            return self._fail(case, error)
+        if streams < case.streams:
+            record = replace(record, facts={**record.facts, "asked_streams": case.streams})
         self._steps.learn(record.case, record.window)
         for file in self._of(record.case):
             file.result.records.append(record)
         self._save(record.case)
-        self._progress.done(_line(record))
-
-    def _fewer(self, case: Case, opened: Opened, most: int) -> Record | None:
-        """The same with as many streams as have room; None: that has been measured."""
-        if not most:
-            raise CaseError("the KV pools have no room for one such request")
-        fewer = replace(case, streams=most)
-        # One that only another experiment has is measured again, since that may have been in another daemon.
-        lacking = [file.experiment for file in self._of(case) if not file.has(fewer.key)]
-        if not lacking:
-            self._progress.done(f"{case.key}: room for {most} only, which have been measured")
-            return None
-        record = opened.record(replace(fewer, experiments=tuple(lacking)), self._measure)
-        return replace(record, facts={**record.facts, "asked_streams": case.streams})
+        return _line(record)
 
     def _of(self, case: Case) -> list[ResultFile]:
         return [file for file in self._files if file.concerns(case)]
@@ -154,12 +172,13 @@ class Runner:
             self._progress.done(f"no time left: {summary(self._untold, others)}", len(self._untold))
             self._untold.clear()
 
-    def _fail(self, case: Case, error: Exception) -> None:
+    def _fail(self, case: Case, error: Exception) -> str:
+        """Note it; a line that tells it."""
         reason = " ".join(str(error).split()) or type(error).__name__
-        self._progress.done(f"{case.key}: failed: {reason}")
         for file in self._of(case):
             file.result.failures.append((case.key, reason))
         self._save(case)
+        return f"{case.key}: failed: {reason}"
 
     def _save(self, case: Case) -> None:
         """What cannot be written now is written with the next window: there may be room again by then."""

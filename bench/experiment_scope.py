@@ -124,7 +124,8 @@ class Scope:
         fleet = self.fleet([case for case in cases if case not in apart])
         if not apart:
             return [fleet]
-        return [fleet, Stage(STD, self.start, self._open_servers, tuple(apart), Routes(self.patterns))]
+        servers = self.setup.deployment()
+        return [fleet, Stage(STD, self.start, self._open_servers, tuple(apart), servers, Routes(self.patterns))]
 
     def _open_servers(self, folder: Path, routes: Routes) -> AbstractContextManager[Opened]:
         return opened_servers(self.setup, folder, routes.patterns, self.pools)
@@ -158,4 +159,4 @@ class Scope:
             return opened_fleet(served, folder, self.setup, routes, self.steps, assumed, pools)
 
         routes = Routes(self.patterns, tuple(others))
-        return Stage(name, self.start, start, tuple(cases), routes, _MOST_ROUTES, (served, assumed))
+        return Stage(name, self.start, start, tuple(cases), (served, assumed), routes, _MOST_ROUTES)

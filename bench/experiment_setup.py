@@ -16,6 +16,7 @@ from bench.step_heads import HeadInputs
 from bench.step_shapes import SHAPES, write_shape
 from models.config import ModelConfig
 from trouterd.batching.placement import FASTER, SEPARATE, SHARED, SLOWER
+from trouterd.config import Config
 from trouterd.config_dump import toml_value
 from trouterd.demo import LARGE_DIRECTORY, SMALL_DIRECTORY
 from trouterd.settings import BUILTIN, ConfigError, load
@@ -88,18 +89,6 @@ class Setup:
         """Models run one at a time, whatever the window."""
         return self.settings.values.get("batching.overlap") is False
 
-    @property
-    def kernel_model(self) -> str:
-        """Of models that share a GPU, the one that has the persistent kernel, as far as its shape allows it; '' for none.
-
-        As workers choose it (`trouterd.worker.gpu_check`): the first one is the smallest.
-        """
-        if self.placement != SHARED:
-            return ""
-        said = {name: self.settings.of_model(name).get("megakernel", "auto") for name in self.names}
-        able = [name for name in self.names if said[name] == "on"] or [n for n in self.names if said[n] == "auto"]
-        return able[0] if able else ""
-
     def deployment(
         self, routes: Sequence[RouteSpec] = (), *, own: Mapping[str, Sequence[str]] = MappingProxyType({})
     ) -> Deployment:
@@ -121,15 +110,28 @@ class Setup:
         if not self.settings.values:
             return
         with tempfile.TemporaryDirectory() as name:
-            file = Path(name) / "trouterd.toml"
-            file.write_text(self.deployment().configuration(Path(name)))
             try:
-                load(file, {})
+                self.config(Path(name))
             except ConfigError as error:
-                problems = [problem.removeprefix(f"{file}: ") for problem in error.problems]
-                own = [problem for problem in problems if problem.startswith(tuple(self.settings.values))]
+                own = [problem for problem in error.problems if problem.startswith(tuple(self.settings.values))]
                 if own:
                     raise CaseError("; ".join(f"{FLAG} {problem}" for problem in own)) from error
+
+    def config(self, folder: Path) -> Config:
+        """Of a daemon without routes; whether models are there is not looked at.
+
+        Args:
+            folder: for files of the models.
+
+        Raises:
+            ConfigError: it is none; problems begin with the key.
+        """
+        file = folder / "trouterd.toml"
+        file.write_text(self.deployment().configuration(folder))
+        try:
+            return load(file, {})
+        except ConfigError as error:
+            raise ConfigError([problem.removeprefix(f"{file}: ") for problem in error.problems]) from error
 
     def route(self, pattern: Pattern | Mixture, folder: Path, *, heads: bool = True) -> RouteSpec:
         """The route of a pattern; writes its head into the folder, or leaves it out."""

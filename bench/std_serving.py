@@ -35,7 +35,7 @@ from trouterd.config_dump import dump
 from trouterd.consistency import live_problems
 from trouterd.settings import load
 from trouterd.worker.engine import kernel_share
-from trouterd.worker.gpu_check import megakernel_owners
+from trouterd.worker.gpu_check import Host, may_use_megakernel
 
 _DISPATCHER_READY = 120.0
 """Seconds that a dispatcher gets to load tokenizers."""
@@ -58,11 +58,11 @@ def std_serving(
 
     Raises:
         trouterd.daemon.DaemonError, DispatcherError: one of them did not start.
-        ValueError: models share a GPU and have no `kv_tokens`.
+        ValueError: models share a GPU and have no `kv_tokens`, or one says `megakernel = "on"` and cannot have it.
     """
     file = _write(deployment, folder)
-    config = load(file, os.environ)
-    alone = {name: _alone(name, config) for name in config.models}
+    config, host = load(file, os.environ), Host.this()
+    alone = {name: _alone(name, config, host) for name in config.models}
     with ExitStack() as stack:
         variables = stack.enter_context(sharing(config, folder))
         starts = [
@@ -108,9 +108,13 @@ def _write(deployment: Deployment, folder: Path) -> Path:
     return file
 
 
-def _alone(name: str, config: Config) -> str:
+def _alone(name: str, config: Config, host: Host) -> str:
     """The configuration of a server that has this model only."""
     model = msgspec.structs.replace(config.models[name], prefix_cache=True)
+    has_kernel = may_use_megakernel(name, config, host)
+    if model.gpus and not has_kernel:
+        # What rules it out, other models or the routes that visit this one, is nothing that the server knows of.
+        model = msgspec.structs.replace(model, megakernel="off")
     sharers = [other for gpu in model.gpus for other in config.sharing(gpu)]
     if set(sharers) - {name}:
         if not model.kv_tokens:
@@ -118,24 +122,22 @@ def _alone(name: str, config: Config) -> str:
                 f"models.{name}.kv_tokens: the servers of {' and '.join(dict.fromkeys(sharers))} share a GPU and cannot agree on"
                 " their KV pools: give each a number of tokens"
             )
-        model = _sharing_kernel(name, model, config)
+        if has_kernel:
+            model = _sharing_kernel(name, model, config)
     batching = msgspec.structs.replace(config.batching, mode="eager")
     return dump(msgspec.structs.replace(config, models={name: model}, routes={}, batching=batching))
 
 
 def _sharing_kernel(name: str, model: Model, config: Config) -> Model:
-    """The persistent kernel as in a daemon of all models of the GPU that run side by side, as servers of their own do: who has it
-    there has it on a part of the GPU."""
+    """The persistent kernel on the part of the GPU that it has in a daemon of all of its models that run side by side, as servers
+    of their own do."""
     sharers = {other: config.models[other] for other in config.sharing(model.gpus[0])}
-    # What only the GPU itself can rule out is ruled out by the server: then none has it.
-    owners = megakernel_owners(sharers, lambda name: sharers[name].tensor_parallel == 1)
-    if name not in owners:
-        return msgspec.structs.replace(model, megakernel="off")
     batching = msgspec.structs.replace(config.batching, overlap=True)
     together = msgspec.structs.replace(config, models=sharers, routes={}, batching=batching)
     if live_problems(together):
+        asked = [other for other, one in sharers.items() if one.megakernel == "on"]
         raise ValueError(
-            f"models.{name}.megakernel: servers of their own take no turns; divide the GPU of {' and '.join(owners)}"
+            f"models.{name}.megakernel: servers of their own take no turns; divide the GPU of {' and '.join(asked)}"
             " (megakernel_percent), or set one to 'off'"
         )
     return msgspec.structs.replace(model, megakernel_percent=round(100 * kernel_share(name, together)))

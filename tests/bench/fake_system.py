@@ -60,7 +60,7 @@ class Fake:
             self.clock.now += seconds
             yield self
 
-        return Stage(name, seconds, start, tuple(cases))
+        return Stage(name, seconds, start, tuple(cases), daemon=name)
 
     def run(self, stages: list[Stage], path: Path, budget: float = 1e9, steps: StepTimes | None = None) -> Result:
         """Experiment a alone."""

@@ -10,11 +10,19 @@ from typing import Any
 
 import pytest
 
-from bench import experiment_compare, experiment_placement, experiment_switching, experiment_thresholds
-from bench.experiment_case import Case, Stage
+from bench import (
+    experiment_ablation,
+    experiment_compare,
+    experiment_placement,
+    experiment_switching,
+    experiment_thresholds,
+)
+from bench.experiment_case import TROUTERD, Case, Stage
 from bench.experiment_join import joined
+from bench.experiment_peer import VLLM
 from bench.experiment_routes import Routes
 from bench.experiment_scope import Scope
+from bench.experiment_settings import Settings
 from bench.experiment_setup import Setup
 from bench.patterns import CITER, COLLM, PATTERNS, R2R, R2R_10, RSTITCH
 from bench.throughput import main
@@ -23,6 +31,7 @@ from tests.bench.fake_system import Clock, Fake
 
 EXPERIMENTS: dict[str, Callable[[Scope], list[Stage]]] = {
     "a": experiment_compare.algorithms,
+    "b": experiment_ablation.stages,
     "c": experiment_compare.scaling,
     "d": experiment_switching.stages,
     "e": experiment_thresholds.stages,
@@ -34,8 +43,8 @@ PAIR = ["--small", "Qwen3-0.6B", "--large", "Qwen3-32B", "--devices", "cuda:0"]
 
 def scope(workloads: tuple[str, ...] = ("low",), **given: Any) -> Scope:
     setup = Setup(("Qwen3-0.6B", "Qwen3-32B"), ("cuda:0", "cuda:0"), (1, 1))
-    usual: dict[str, Any] = {"streams": (), "patterns": PATTERNS, "settle": 2.0, "learn": 8.0}
-    return Scope(setup=setup, workloads=workloads, **usual | given)
+    usual: dict[str, Any] = {"setup": setup, "streams": (), "patterns": PATTERNS, "settle": 2.0, "learn": 8.0}
+    return Scope(workloads=workloads, **usual | given)
 
 
 def stages_of(letters: str, own: Scope | None = None) -> dict[str, list[Stage]]:
@@ -50,7 +59,7 @@ def windows(stages: list[Stage], letter: str) -> list[str]:
     return [one.key for stage in stages for one in stage.cases if letter in one.experiments]
 
 
-@pytest.mark.parametrize("letters", ["cdeg", "gedc", "ad", "da", "ace", "fc", "cfa"])
+@pytest.mark.parametrize("letters", ["cdeg", "gedc", "ad", "da", "ace", "fc", "cfa", "bf", "fb", "abcdefg", "gfedcba"])
 def test_every_experiment_has_all_of_its_windows_and_each_is_measured_once(letters: str) -> None:
     stages = joined(stages_of(letters))
     for letter, own in stages_of(letters).items():
@@ -117,6 +126,31 @@ def test_daemons_of_one_name_that_differ_are_not_mixed_up() -> None:
     assert {one.experiments for one in stages["trouterd"].cases} == {("c",)}
     assert {one.experiments for one in stages["trouterd 2"].cases} == {("f",)}
     assert all(key in [one.key for one in stages[name].cases] for name in ("trouterd", "trouterd 2"))
+
+
+def test_systems_of_one_name_that_differ_are_not_mixed_up() -> None:
+    """Each is what it is started from, whether it has routes or not."""
+
+    def systems(stages: list[Stage]) -> list[str]:
+        return [stage.name for stage in stages if not stage.name.startswith(TROUTERD)]
+
+    peer = Path("/nowhere")
+    own, again = scope(vllm=peer), scope(vllm=peer)
+    names = systems(joined({"a": experiment_compare.algorithms(own)}))
+    assert names == ["std serving", "by itself", "by itself no megakernel", VLLM]
+    both = joined({"a": experiment_compare.algorithms(own), "c": experiment_compare.algorithms(again)})
+    assert systems(both) == names
+    settings = Settings.read(["large.depth=1"], ("small", "large"))
+    for other in (
+        scope(vllm=peer, setup=replace(own.setup, settings=settings)),
+        scope(vllm=peer, setup=replace(own.setup, sources=("Qwen3-0.6B", "Qwen3-8B"))),
+    ):
+        stages = joined({"a": experiment_compare.algorithms(own), "c": experiment_compare.algorithms(other)})
+        assert all(len({one.experiments for one in stage.cases}) == 1 for stage in stages if stage.name != VLLM)
+        assert [name for name in systems(stages) if name.endswith(" 2")][:3] == [f"{name} 2" for name in names[:3]]
+    for more in (scope(vllm=peer, streams=(4, 8)), scope(vllm=peer, patterns=(CITER,)), scope(vllm=Path("/other"))):
+        stages = joined({"a": experiment_compare.algorithms(own), "c": experiment_compare.algorithms(more)})
+        assert f"{VLLM} 2" in systems(stages)
 
 
 def test_pools_are_told_by_the_models_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def test_a_budget_drops_the_least_important(fake: Fake, tmp_path: Path) -> None:
 
 def test_a_slow_start_drops_more(fake: Fake, tmp_path: Path) -> None:
     stage = fake.stage("trouterd", CASES[:4], seconds=30.0)
-    slow = Stage(stage.name, 10.0, stage.open, stage.cases)
+    slow = replace(stage, seconds=10.0)
     made = fake.run([slow], tmp_path / "a.json", 10 + 4 * 11)
     assert fake.asked == [CASES[0].key, CASES[1].key]
     assert made.dropped == [CASES[3].key, CASES[2].key]
@@ -96,7 +97,7 @@ def test_a_slow_start_drops_more(fake: Fake, tmp_path: Path) -> None:
 def test_time_that_is_left_over_is_used(fake: Fake, tmp_path: Path) -> None:
     """What does not fit at first is dropped at the end of its stage only."""
     stage = fake.stage("trouterd", CASES[:4], seconds=10.0)
-    quick = Stage(stage.name, 30.0, stage.open, stage.cases)
+    quick = replace(stage, seconds=30.0)
     made = fake.run([quick, fake.stage("other", OTHER)], tmp_path / "a.json", 30 + 3 * 11)
     assert fake.asked == [one.key for one in CASES[:4]]
     assert made.dropped == [OTHER[0].key]
@@ -130,7 +131,8 @@ def test_a_stage_that_does_not_start(fake: Fake, tmp_path: Path) -> None:
         raise RuntimeError("not ready")
         yield fake
 
-    made = fake.run([Stage("first", 1.0, start, tuple(OTHER)), fake.stage("trouterd", CASES)], tmp_path / "a.json")
+    broken = Stage("first", 1.0, start, tuple(OTHER), daemon="first")
+    made = fake.run([broken, fake.stage("trouterd", CASES)], tmp_path / "a.json")
     assert made.failures == [(OTHER[0].key, "not ready")]
     assert len(made.records) == len(CASES)
 
@@ -168,6 +170,74 @@ def test_no_room_at_all(fake: Fake, tmp_path: Path) -> None:
     fake.measure = limited  # type: ignore[method-assign]
     made = fake.run([fake.stage("trouterd", CASES[:1])], tmp_path / "a.json")
     assert made.failures == [(CASES[0].key, "the KV pools have no room for one such request")]
+
+
+def test_a_window_of_fewer_streams_fails_those_that_lack_it(tmp_path: Path) -> None:
+    """Experiment a has it from an earlier window, or from another daemon."""
+
+    class Limited(Fake):
+        def measure(self, target: Target, one: Case) -> dict[str, Any]:
+            if one.streams > 3:
+                raise RoomError("unix:/nowhere", one.streams, 3, 1000)
+            if one.experiments == ("c",):
+                raise CaseError("it has ended")
+            return super().measure(target, one)
+
+    limited = Limited(Clock())
+    experiments = {
+        "a": [limited.stage("trouterd", [case("large", 4), case("large", 8)])],
+        "c": [limited.stage("trouterd", [case("large", 8)])],
+    }
+    first, other = limited.run_together(experiments, {letter: tmp_path / letter for letter in experiments})
+    assert [record.case.streams for record in first.records] == [3]
+    assert first.failures == []
+    assert other.failures == [("trouterd/low/large/-/8", "it has ended")]
+    assert limited.printed.getvalue().count("trouterd/low/large/-/8: failed") == 1
+
+
+def test_small_pools_of_one_experiment_are_not_anothers(tmp_path: Path) -> None:
+    """A window of both is measured for each with as many streams as it has room for."""
+
+    class Limited(Fake):
+        def measure(self, target: Target, one: Case) -> dict[str, Any]:
+            if one.system == "divided" and one.streams > 3:
+                raise RoomError("unix:/nowhere", one.streams, 3, 1000)
+            return super().measure(target, one)
+
+    limited = Limited(Clock())
+    last = limited.stage("other", [case("large", 8, system="other")])
+    experiments = {
+        "f": [limited.stage("divided", [case("large", 8, system="divided")]), last],
+        "c": [limited.stage("trouterd", [case("large", 8)]), last],
+    }
+    made = limited.run_together(experiments, {letter: tmp_path / letter for letter in experiments})
+    assert [[record.case.key for record in result.records] for result in made] == [
+        ["divided/low/large/-/3", "other/low/large/-/3"],
+        ["other/low/large/-/8", "trouterd/low/large/-/8"],
+    ]
+    assert not any(result.failures for result in made)
+    lines = limited.printed.getvalue().splitlines()
+    assert [line.split()[0] for line in lines] == ["[1/3]", "[1/3]", "[2/3]", "[3/3]"], (
+        "three windows, one in two parts"
+    )
+
+
+def test_daemons_that_turn_out_to_be_small_cap_those_together_that_share_them(tmp_path: Path) -> None:
+    """An experiment that was capped before asks with the others, where they are down to the same number."""
+
+    class Limited(Fake):
+        def measure(self, target: Target, one: Case) -> dict[str, Any]:
+            if one.streams > 3:
+                raise RoomError("unix:/nowhere", one.streams, 3, 1000)
+            return super().measure(target, one)
+
+    limited = Limited(Clock())
+    last = limited.stage("trouterd", [case("large", 8)])
+    experiments = {"f": [limited.stage("divided", [case("large", 8, system="divided")]), last], "c": [last]}
+    made = limited.run_together(experiments, {letter: tmp_path / letter for letter in experiments})
+    assert limited.asked == ["divided/low/large/-/3", "trouterd/low/large/-/3"]
+    assert made[0].records[1] == made[1].records[0]
+    assert made[0].records[1].case.experiments == ("f", "c")
 
 
 def test_only() -> None:

@@ -90,11 +90,3 @@ def test_divisions_of_a_card_are_valid_configurations(tmp_path: Path, own: dict[
     config = load(tmp_path / "trouterd.toml", {})
     assert config.models["small"].megakernel_percent == (12 if "small" in own else 30)
     assert config.models["large"].sm_percent == (90 if "large" in own else 0)
-
-
-def test_who_has_the_persistent_kernel() -> None:
-    assert setup().kernel_model == "small"
-    assert setup("large.megakernel=on").kernel_model == "large"
-    assert setup("small.megakernel=off").kernel_model == "large"
-    assert setup("*.megakernel=off").kernel_model == ""
-    assert setup(device="cpu").kernel_model == ""

@@ -16,11 +16,13 @@ from algorithms.registry import AlgorithmError
 from bench.blind_routes import blind_routes
 from bench.deployment import Deployment, Fleet, ModelSpec, RouteSpec, serving
 from bench.std_serving import DispatcherError, _alone, std_serving, std_serving_on
+from bench.step_shapes import write_shape
 from bench.target import Target
 from tests.bench.client import answers, streamed, written
 from trouterd.config import Batching, Config, Model
-from trouterd.demo import LARGE_DIRECTORY, SMALL_DIRECTORY
+from trouterd.demo import SMALL_DIRECTORY
 from trouterd.settings import load
+from trouterd.worker.gpu_check import Gpu, Host
 
 pytestmark = pytest.mark.timeout(180)
 WANDER = str(Path(__file__).parents[1] / "algorithms" / "wander_tensor.py")
@@ -197,21 +199,24 @@ def test_only_blind_algorithms_are_taken(tmp_path: Path, algorithm: str, params:
 
 
 def test_servers_that_share_a_gpu_divide_it_as_one_daemon_does(tmp_path: Path) -> None:
-    def on_gpu(path: Path, **keys: Any) -> Model:
-        return Model(path=str(path), device="cuda:0", **keys)
+    host = Host((Gpu("NVIDIA H200", (9, 0), 141 * 10**9),) * 2, triton=True)
+    paths = {name: write_shape(name, tmp_path / name) for name in ("Qwen3-0.6B", "Qwen3-8B")}
 
-    models = {"small": on_gpu(SMALL_DIRECTORY, kv_tokens=4096), "large": on_gpu(LARGE_DIRECTORY, kv_tokens=4096)}
+    def on_gpu(name: str, **keys: Any) -> Model:
+        return Model(path=str(paths[name]), device="cuda:0", tokenizer=str(SMALL_DIRECTORY), **keys)
+
+    models = {"small": on_gpu("Qwen3-0.6B", kv_tokens=4096), "large": on_gpu("Qwen3-8B", kv_tokens=4096)}
 
     def alone(name: str, *, overlap: bool = True, **changes: Model) -> Model:
         file = tmp_path / "alone.toml"
-        file.write_text(_alone(name, Config(models=models | changes, batching=Batching(overlap=overlap))))
+        file.write_text(_alone(name, Config(models=models | changes, batching=Batching(overlap=overlap)), host))
         config = load(file, {})
         assert (list(config.models), config.routes, config.batching.mode) == ([name], {}, "eager")
         return config.models[name]
 
     assert alone("large").megakernel == "off"
     assert (alone("small").megakernel, alone("small").megakernel_percent) == ("auto", 40)
-    without = on_gpu(SMALL_DIRECTORY, kv_tokens=4096, megakernel="off")
+    without = on_gpu("Qwen3-0.6B", kv_tokens=4096, megakernel="off")
     assert alone("large", small=without).megakernel_percent == 40
     far = msgspec.structs.replace(models["large"], device="cuda:1")
     assert (alone("small", large=far).megakernel_percent, alone("large", large=far).megakernel) == (0, "auto")
@@ -225,4 +230,4 @@ def test_servers_that_share_a_gpu_divide_it_as_one_daemon_does(tmp_path: Path) -
     parts = {name: msgspec.structs.replace(model, megakernel_percent=50) for name, model in on.items()}
     assert alone("large", overlap=False, **parts).megakernel_percent == 50
     with pytest.raises(ValueError, match=r"models\.large\.kv_tokens: the servers of small and large share a GPU"):
-        alone("large", large=on_gpu(LARGE_DIRECTORY))
+        alone("large", large=on_gpu("Qwen3-8B"))

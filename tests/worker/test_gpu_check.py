@@ -172,6 +172,8 @@ def test_one_persistent_kernel_on_a_gpu(tmp_path: Path) -> None:
     assert chosen(small=small, large=huge, gone=on_gpu("nowhere")) == ["small"]
     assert chosen(Host((H200,), triton=True, nvcc=False), small=small) == []
     assert chosen(host(gpu_check.Gpu("A100", (8, 0), 80 * GIB)), small=small) == []
+    # A GPU that is not there has none, whoever asks.
+    assert chosen(host(), small=small, far=on_gpu(large, "cuda:1")) == ["small"]
     assert chosen(small=small, large=on_gpu(large, megakernel="on"), far=on_gpu(large, "cuda:1")) == ["large", "far"]
     parts = [on_gpu(directory, megakernel="on", megakernel_percent=percent) for percent in (20, 80)]
     assert chosen(small=parts[0], large=parts[1], other=small) == ["small", "large"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -167,6 +167,8 @@ def may_use_megakernel(name: str, config: Config, host: Host) -> bool:
 def _megakernel_owners(config: Config, gpu: int, host: Host) -> tuple[str, ...]:
     """The models of a GPU that have the persistent kernel."""
     models = {name: config.models[name] for name in config.sharing(gpu)}
+    if asked := tuple(name for name, model in models.items() if model.megakernel == "on"):
+        return asked
     visited = {name for route in config.routes.values() for name in route.models[1:]}
 
     def gains(name: str) -> bool:
@@ -176,18 +178,6 @@ def _megakernel_owners(config: Config, gpu: int, host: Host) -> tuple[str, ...]:
 
         return name not in visited or fits_twice(weights_per_gpu(models[name]), host.gpus[gpu].memory)
 
-    return megakernel_owners(models, gains)
-
-
-def megakernel_owners(models: Mapping[str, Model], gains: Callable[[str], bool]) -> tuple[str, ...]:
-    """Which of the models of a GPU get the persistent kernel.
-
-    Args:
-        models: by name.
-        gains: whether a model that says "auto" can have it, and is faster with it.
-    """
-    if asked := tuple(name for name, model in models.items() if model.megakernel == "on"):
-        return asked
     found = [name for name, model in models.items() if model.megakernel == "auto" and gains(name)]
     return tuple(sorted(found, key=lambda name: weights_per_gpu(models[name]))[:1])
 
@@ -196,6 +186,8 @@ def megakernel_problem(model: Model, host: Host) -> str:
     """Why small steps of a model on a GPU of this host cannot run as one persistent kernel; '' if they can."""
     if not model.gpus:
         return "it is for models on a GPU"
+    if problem := device_problem(model, host):
+        return problem
     if model.tensor_parallel > 1:
         return "it runs models on one GPU"
     if model.backend == "torch":
