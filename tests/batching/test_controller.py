@@ -223,6 +223,23 @@ def test_small_promises_of_waiting_are_not_worth_a_change() -> None:
     assert waits == {True: True, False: False}
 
 
+@pytest.mark.parametrize("reliable", [True, False])
+def test_what_is_promised_too_little_is_tried_soon(monkeypatch: pytest.MonkeyPatch, reliable: bool) -> None:
+    """Two models here, so that the daemon's true parameters are at hand; of three that slow each other down it is so by itself."""
+    monkeypatch.setattr(Predictor, "reliable", property(lambda _: reliable))
+    network = Network.pair((StepTime.affine(6.0e-3), StepTime.affine(27.9e-3)), 0.25)
+    controller, daemon = Controller(group()), Daemon(network, 8)
+    tried = False
+    for _ in range(9):
+        run(controller, daemon, 5)
+        waits = any(max(values) > 1 for values in controller.lists.values())
+        tried = tried or controller.state == "trying the other choice"
+        daemon.rate = 1170.0 if waits else 1000.0
+    assert tried is not reliable
+    run(controller, daemon, 30)
+    assert any(max(values) > 1 for values in controller.lists.values()) is not reliable
+
+
 def test_eager_stays_where_waiting_gains_nothing() -> None:
     controller = Controller(group())
     network = Network.pair((StepTime.affine(1e-3, 1e-5), StepTime.affine(8e-3, 5e-5)), 1 / 19)

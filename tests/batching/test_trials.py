@@ -6,7 +6,24 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from trouterd.batching.trials import DIFFER, FREEZE, HOLD, LONGEST_WATCH, MOST_PROMPTS, SETTLE, TRY, Load, Trials
+from trouterd.batching.trials import DIFFER, EARLY, FREEZE, HOLD, LONGEST_WATCH, MOST_PROMPTS, SETTLE, TRY, Load, Trials
+
+
+def test_the_first_trial_comes_early_where_promises_are_known_to_be_too_small() -> None:
+    trials = Trials()
+    assert not trials.due(100.0, early=True)
+    assert not trials.due(100.0 + EARLY - 1, early=True)
+    assert trials.due(100.0 + EARLY, early=True)
+    trials.watch(130.0, {}, Load(100.0, 8.0), 1.0, waits=True, trial=True)
+    assert trials.judge(150.0, lambda _now, _seconds: Load(90.0, 8.0)) == {}
+    # From then on as everywhere.
+    assert not trials.due(150.0 + TRY, early=True)
+    trials.forget()
+    assert not trials.due(5000.0, early=True)
+    assert not trials.due(5000.0 + EARLY, early=True)
+    other = Trials()
+    assert not other.due(100.0)
+    assert not other.due(100.0 + EARLY)
 
 
 def test_nothing_is_tried_while_changes_are_frozen() -> None:

@@ -201,7 +201,7 @@ class Controller:
         target = max(planned, Lists(), key=believed)
         if believed(target) > (1 + (GAIN if waits else WAITING)) * believed(self.lists):
             self._change(network, now, count, target, obeyed=obeyed, trial=False)
-        elif obeyed and self._trials.due(now):
+        elif obeyed and self._trials.due(now, early=not self._predictor(network, count).reliable):
             self._change(network, now, count, Lists() if waits else planned, obeyed=obeyed, trial=True)
         self.state = self._trials.pending(now) or "settled"
 

@@ -26,6 +26,8 @@ FREEZE = 60.0
 TRY = 600.0
 """Seconds from one trial of the other choice to the next; doubles with each one that does not stay. So trials take less than 2 % of
 the time."""
+EARLY = 30.0
+"""The same up to the very first trial, where the throughput model promises too little of waiting."""
 LONGEST = 3600.0
 """Seconds that both grow to."""
 LIKE = 0.2
@@ -95,6 +97,7 @@ class Trials:
         self._next: float | None = None
         """When the other choice is tried; None: nothing has been planned yet."""
         self._pause = TRY
+        self._tried = False
 
     def watch(self, now: float, before: Lists, load: Load, promise: float, *, waits: bool, trial: bool) -> None:
         """Lists have been replaced.
@@ -108,6 +111,7 @@ class Trials:
             trial: the new lists are the other choice, not what the model asks for.
         """
         self._change = _Change(now, before, load, promise, waits, trial)
+        self._tried = self._tried or trial
         self._next = now + self._pause
 
     def forget(self) -> None:
@@ -148,10 +152,15 @@ class Trials:
             return f"taken back: {self._frozen_until - now:.0f} s until the next change"
         return ""
 
-    def due(self, now: float) -> bool:
-        """Whether to try the other choice; to be asked only when something may change."""
+    def due(self, now: float, *, early: bool = False) -> bool:
+        """Whether to try the other choice; to be asked only when something may change.
+
+        Args:
+            now: seconds.
+            early: what the model promises is known to be too little.
+        """
         if self._next is None:
-            self._next = now + self._pause
+            self._next = now + (EARLY if early and not self._tried else self._pause)
         return now >= self._next
 
 
