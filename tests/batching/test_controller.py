@@ -210,6 +210,22 @@ def test_tokens_of_an_outage_are_no_throughput() -> None:
     assert controller.state == "settled"
 
 
+def test_nothing_is_planned_while_a_model_is_away() -> None:
+    controller, daemon = Controller(group(), Kept(trust=0.5)), Daemon(paper_pair(), 64)
+    run(controller, daemon, 30)
+    assert controller.state == "settled"
+    lists = controller.lists
+    for second in range(90):
+        controller.observe({"small": daemon.reports()["small"]})
+        if second % 5 == 4:
+            controller.recompute(daemon.now)
+        assert controller.lists == lists
+    assert controller.state == "nothing to measure"
+    daemon.restart(1)
+    run(controller, daemon, 10)
+    assert controller.state == "settled"
+
+
 def test_small_promises_of_waiting_are_not_worth_a_change() -> None:
     waits = {}
     for share in (0.25, 0.35):

@@ -14,6 +14,11 @@ def test_the_first_trial_comes_early_where_promises_are_known_to_be_too_small() 
     assert not trials.due(100.0, early=True)
     assert not trials.due(100.0 + EARLY - 1, early=True)
     assert trials.due(100.0 + EARLY, early=True)
+    # One without a verdict does not count.
+    trials.watch(130.0, {}, Load(100.0, 8.0), 1.0, waits=True, trial=True)
+    assert trials.judge(140.0, lambda _now, _seconds: Load(90.0, 16.0)) == {}
+    assert not trials.due(140.0, early=True)
+    assert trials.due(140.0 + EARLY, early=True)
     trials.watch(130.0, {}, Load(100.0, 8.0), 1.0, waits=True, trial=True)
     assert trials.judge(150.0, lambda _now, _seconds: Load(90.0, 8.0)) == {}
     # From then on as everywhere.

@@ -49,6 +49,11 @@ class Item:
     handoff_sent_ns: int = 0
     left: int = 20
     route: Any = field(default_factory=lambda: SimpleNamespace(stay_rate=0.5))
+    leaves: bool = False
+
+    @property
+    def uncertain(self) -> bool:
+        return self.chained
 
 
 class Model:
@@ -235,6 +240,17 @@ def test_behind_a_step_in_flight_its_own_requests_count_as_the_share_that_stays(
     model.running.append(Item(4))
     assert model.rule.due(5.0, in_flight=True) == pytest.approx(5.05)
     assert model.rule.due(5.01, in_flight=False) == 0.0  # the step has ended, and its request stays
+
+
+def test_who_most_likely_leaves_is_not_counted_on() -> None:
+    model = Model([1, 2, 3], 0.05)
+    model.active.total = 3
+    model.running += [Item(rid, chained=True, leaves=True) for rid in range(30)]
+    model.running.append(Item(31))
+    assert model.rule.due(5.0, in_flight=True) == pytest.approx(5.05)
+    for item in model.running[:30]:
+        item.leaves = False
+    assert model.rule.due(5.0, in_flight=True) == 0.0
 
 
 def test_who_found_no_room_goes_on_waiting_whoever_else_was_launched() -> None:

@@ -178,6 +178,9 @@ class Controller:
         # Others read the state meanwhile: it is the old one until there is a new one.
         if pending := self._trials.pending(now):
             self.state = pending
+        elif not active and self._samples:
+            # A model is away, or there are no requests: nobody could tell what a change does, nor for how many it is made.
+            self.state = "nothing to measure"
         else:
             self._improve(network, now, count, obeyed=obeyed)
         thresholds = self._thresholds(self.lists, network, count)
@@ -201,9 +204,14 @@ class Controller:
         target = max(planned, Lists(), key=believed)
         if believed(target) > (1 + (GAIN if waits else WAITING)) * believed(self.lists):
             self._change(network, now, count, target, obeyed=obeyed, trial=False)
-        elif obeyed and self._trials.due(now, early=not self._predictor(network, count).reliable):
+        elif obeyed and self._due(network, now, count):
             self._change(network, now, count, Lists() if waits else planned, obeyed=obeyed, trial=True)
         self.state = self._trials.pending(now) or "settled"
+
+    def _due(self, network: Network, now: float, count: int) -> bool:
+        """Whether to try the other choice now, which is for nothing where the load before it cannot be compared."""
+        due = self._trials.due(now, early=not self._predictor(network, count).reliable)
+        return due and self.measured(now).telling
 
     def _change(self, network: Network, now: float, count: int, lists: Lists, *, obeyed: bool, trial: bool) -> None:
         """Put lists into force, and watch what comes of it."""

@@ -98,6 +98,9 @@ class Trials:
         """When the other choice is tried; None: nothing has been planned yet."""
         self._pause = TRY
         self._tried = False
+        """One has had a verdict."""
+        self._early: float | None = None
+        """When the first one may come early; None: nobody has asked for it yet."""
 
     def watch(self, now: float, before: Lists, load: Load, promise: float, *, waits: bool, trial: bool) -> None:
         """Lists have been replaced.
@@ -111,8 +114,7 @@ class Trials:
             trial: the new lists are the other choice, not what the model asks for.
         """
         self._change = _Change(now, before, load, promise, waits, trial)
-        self._tried = self._tried or trial
-        self._next = now + self._pause
+        self._next, self._early = now + self._pause, None
 
     def forget(self) -> None:
         """Workers do not go by the lists, or nothing is known: there is nothing to compare."""
@@ -135,6 +137,7 @@ class Trials:
             reached = gain if change.waits else 1 / gain
             self.trust = _bounded(reached / change.promise)
         if change.trial:
+            self._tried = True
             stays = gain > 1 + BETTER
             self._pause = TRY if stays else min(2 * self._pause, LONGEST)
             self._next = now + self._pause
@@ -160,7 +163,11 @@ class Trials:
             early: what the model promises is known to be too little.
         """
         if self._next is None:
-            self._next = now + (EARLY if early and not self._tried else self._pause)
+            self._next = now + self._pause
+        if early and not self._tried:
+            if self._early is None:
+                self._early = now + EARLY
+            return now >= self._early
         return now >= self._next
 
 

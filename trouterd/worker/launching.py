@@ -140,7 +140,7 @@ class Launching:
         certain: list[Request] = []
         prefill, sent = scheduler.cold, 0
         for request in (*scheduler.running, *waiting):
-            if (in_flight and request.chained) or not request.due:
+            if (in_flight and request.uncertain) or not request.due:
                 continue
             certain.append(request)
             prefill = prefill or request.fed < request.prompt_length - 1
@@ -163,4 +163,4 @@ class Launching:
 
     def _likely(self) -> float:
         """Requests that the step in flight is likely to leave here."""
-        return sum(r.route.stay_rate for r in self._scheduler.running if r.chained and r.due)
+        return sum(r.route.stay_rate for r in self._scheduler.running if r.uncertain and r.due and not r.leaves)

@@ -11,6 +11,9 @@ from ipc.messages import MODEL_UNKNOWN, PeerReq, Submit, unpack_ids
 from trouterd.worker.route import WorkerRoute
 
 NO_SLOT = -1
+UNLIKELY = 0.1
+"""Share of a route's decisions that keep a request here, below which no row is planned behind the one that decides: it would most
+likely be dead, and still be a row of a step that others need."""
 NO_TOKEN = -1
 GENERATION = 1 << 32
 """Step of `handoff_seq` when the entry takes a request back from a lost peer: larger than any number of hand-offs that can
@@ -162,6 +165,16 @@ class Request:
         if not self.chained:
             return len(self.tokens) - self.fed
         return 1 if self.fed <= self.last_row else 0
+
+    @property
+    def uncertain(self) -> bool:
+        """A step in flight decides whether the next row counts."""
+        return self.chained and self.fed >= len(self.tokens)
+
+    @property
+    def leaves(self) -> bool:
+        """That step most likely hands the request over: its route's mostly do, and it has not stayed for a token of this visit."""
+        return self.uncertain and self.route.stay_rate < UNLIKELY and self.output_length <= self.visit_start
 
     def let_go(self) -> None:
         """Rows in flight do not count any more, and the next one is fed from here."""

@@ -9,9 +9,6 @@ from models.kv_cache import KvCache
 from trouterd.worker.request import NO_SLOT, PENDING, RUNNING, WAITING, Request
 
 _LOGIT_ROWS = 64
-UNLIKELY = 0.1
-"""Share of a route's decisions that keep a request here, below which no row is planned behind the one that decides: it would most
-likely be dead, and still be a row of a step that others need."""
 
 
 @dataclass(slots=True, init=False)
@@ -167,7 +164,7 @@ class Scheduler:
             if budget == 0:
                 break
             # An earlier request of this very loop may have preempted this one.
-            if request.state is not RUNNING or _leaves(request):
+            if request.state is not RUNNING or request.leaves:
                 continue
             chunk = Chunk.of(request, due if due < budget else budget, self._logits_left)
             if chunk.count and (
@@ -185,7 +182,7 @@ class Scheduler:
             self._warm(chunks, budget)
         self._overdue.clear()
         if len(planned) < len(self.running):
-            self._overdue.update(r.rid for r in self.running if r.rid not in planned and r.due and not _leaves(r))
+            self._overdue.update(r.rid for r in self.running if r.rid not in planned and r.due and not r.leaves)
             self.running.sort(key=lambda r: r.rid not in self._overdue)
         return chunks
 
@@ -347,8 +344,3 @@ class Scheduler:
             self.running.remove(request)
         elif request.state is WAITING and request in self.waiting:
             self.waiting.remove(request)
-
-
-def _leaves(request: Request) -> bool:
-    """Whether the step in flight most likely hands the request over."""
-    return request.chained and request.fed >= len(request.tokens) and request.route.stay_rate < UNLIKELY
