@@ -63,7 +63,7 @@ from trouterd.config import Model
 from trouterd.consistency import is_device
 from trouterd.worker.gpu_check import Host, device_problem
 
-_STAGES: dict[str, Callable[[Scope], list[Stage]]] = {
+STAGES: dict[str, Callable[[Scope], list[Stage]]] = {
     "a": experiment_compare.algorithms,
     "b": experiment_ablation.stages,
     "c": experiment_compare.scaling,
@@ -72,6 +72,7 @@ _STAGES: dict[str, Callable[[Scope], list[Stage]]] = {
     "f": experiment_placement.stages,
     "g": experiment_compare.lengths,
 }
+"""What each experiment measures."""
 _USUAL = ("low",)
 _LONG = "high"
 _WORKLOADS = {"a": (*_USUAL, "agent", _LONG), "g": (*_USUAL, _LONG)}
@@ -80,7 +81,7 @@ _WORKLOADS = {"a": (*_USUAL, "agent", _LONG), "g": (*_USUAL, _LONG)}
 def main(arguments: list[str]) -> int:
     """Run an experiment, or put results together; returns the exit code."""
     try:
-        options = read(arguments, tuple(_STAGES), __doc__)
+        options = read(arguments, tuple(STAGES), __doc__)
         options.command = shlex.join(["python", "-m", NAME, *arguments])
         if options.report:
             return _report(options.report)
@@ -125,7 +126,7 @@ def _windows(options: argparse.Namespace) -> Callable[[], int]:
 
 def _asked(options: argparse.Namespace, letter: str, scope: Scope) -> list[Stage]:
     """The stages of one experiment, with the windows that are asked for."""
-    stages = [replace(stage, cases=matching(stage.cases, options.only)) for stage in _STAGES[letter](scope)]
+    stages = [replace(stage, cases=matching(stage.cases, options.only)) for stage in STAGES[letter](scope)]
     if not any(stage.cases for stage in stages):
         which = f"no window of experiment {letter}" if len(options.experiment) > 1 else "no window"
         raise CaseError(f"--only {','.join(options.only)}: {which} has such a key; --list shows them")

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import (
-    experiment_ablation,
-    experiment_compare,
-    experiment_placement,
-    experiment_switching,
-    experiment_thresholds,
-)
 from bench.experiment_case import TROUTERD, Case, Stage
 from bench.experiment_join import joined
 from bench.experiment_peer import VLLM
@@ -24,20 +16,12 @@ from bench.experiment_routes import Routes
 from bench.experiment_scope import Scope
 from bench.experiment_settings import Settings
 from bench.experiment_setup import Setup
+from bench.experiments import STAGES
 from bench.patterns import CITER, COLLM, PATTERNS, R2R, R2R_10, RSTITCH
 from bench.throughput import main
 from tests.bench.experiment_fakes import case
 from tests.bench.fake_system import Clock, Fake
 
-EXPERIMENTS: dict[str, Callable[[Scope], list[Stage]]] = {
-    "a": experiment_compare.algorithms,
-    "b": experiment_ablation.stages,
-    "c": experiment_compare.scaling,
-    "d": experiment_switching.stages,
-    "e": experiment_thresholds.stages,
-    "f": experiment_placement.stages,
-    "g": experiment_compare.lengths,
-}
 PAIR = ["--small", "Qwen3-0.6B", "--large", "Qwen3-32B", "--devices", "cuda:0"]
 
 
@@ -48,7 +32,7 @@ def scope(workloads: tuple[str, ...] = ("low",), **given: Any) -> Scope:
 
 
 def stages_of(letters: str, own: Scope | None = None) -> dict[str, list[Stage]]:
-    return {letter: EXPERIMENTS[letter](own or scope()) for letter in letters}
+    return {letter: STAGES[letter](own or scope()) for letter in letters}
 
 
 def named(stages: list[Stage]) -> dict[str, Stage]:
@@ -136,20 +120,20 @@ def test_systems_of_one_name_that_differ_are_not_mixed_up() -> None:
 
     peer = Path("/nowhere")
     own, again = scope(vllm=peer), scope(vllm=peer)
-    names = systems(joined({"a": experiment_compare.algorithms(own)}))
+    names = systems(joined({"a": STAGES["a"](own)}))
     assert names == ["std serving", "by itself", "by itself no megakernel", VLLM]
-    both = joined({"a": experiment_compare.algorithms(own), "c": experiment_compare.algorithms(again)})
+    both = joined({"a": STAGES["a"](own), "c": STAGES["a"](again)})
     assert systems(both) == names
     settings = Settings.read(["large.depth=1"], ("small", "large"))
     for other in (
         scope(vllm=peer, setup=replace(own.setup, settings=settings)),
         scope(vllm=peer, setup=replace(own.setup, sources=("Qwen3-0.6B", "Qwen3-8B"))),
     ):
-        stages = joined({"a": experiment_compare.algorithms(own), "c": experiment_compare.algorithms(other)})
+        stages = joined({"a": STAGES["a"](own), "c": STAGES["a"](other)})
         assert all(len({one.experiments for one in stage.cases}) == 1 for stage in stages if stage.name != VLLM)
         assert [name for name in systems(stages) if name.endswith(" 2")][:3] == [f"{name} 2" for name in names[:3]]
     for more in (scope(vllm=peer, streams=(4, 8)), scope(vllm=peer, patterns=(CITER,)), scope(vllm=Path("/other"))):
-        stages = joined({"a": experiment_compare.algorithms(own), "c": experiment_compare.algorithms(more)})
+        stages = joined({"a": STAGES["a"](own), "c": STAGES["a"](more)})
         assert f"{VLLM} 2" in systems(stages)
 
 
