@@ -50,7 +50,8 @@ class _Flight:
     @property
     def dead(self) -> bool:
         """They have."""
-        return self.own and not any(chunk.current for chunk in self.chunks)
+        # In this order: asked at every look at a running step, of which the first chunk is current as a rule.
+        return not any(chunk.current for chunk in self.chunks) and self.own
 
 
 class PipelinedStepper:
