@@ -169,10 +169,14 @@ class Link:
         body = self._receive()
         return self._decode(self._answers, body) if body else None
 
-    def close(self) -> None:
-        """Let go of the peer, also where a thread waits for it."""
+    def hang_up(self) -> None:
+        """Let go of the peer: both ends find the end of file, also where a thread waits for the other end."""
         with contextlib.suppress(OSError):  # it is gone already
             self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Hang up, and free the socket. No other thread may be using it: its number may be another file's at once."""
+        self.hang_up()
         self._sock.close()
 
     def _receive(self) -> bytes:

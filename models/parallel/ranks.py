@@ -39,8 +39,12 @@ class Ranks:
         self._answers: list[queue.SimpleQueue[Answer | None]] = [queue.SimpleQueue() for _ in links]
         self._lock = threading.Lock()
         self._lost = ""
-        for rank, link in enumerate(links, 1):
-            threading.Thread(target=self._read, args=(rank, link), name=f"rank-{rank}", daemon=True).start()
+        self._readers = [
+            threading.Thread(target=self._read, args=(rank, link), name=f"rank-{rank}", daemon=True)
+            for rank, link in enumerate(links, 1)
+        ]
+        for reader in self._readers:
+            reader.start()
 
     def tell(self, order: Order) -> None:
         """Give everybody the same order. Raises RankLostError."""
@@ -78,10 +82,13 @@ class Ranks:
             self._on_loss(rank, words)
 
     def close(self) -> None:
-        """Let the others end; from now on nobody is lost."""
+        """Let the others end; from now on nobody is lost. Not for `on_loss`, whose thread this waits for."""
         with self._lock:
             self._lost = self._lost or "the links are closed"
         for link in self._links:
+            link.hang_up()
+        for reader, link in zip(self._readers, self._links, strict=True):
+            reader.join()
             link.close()
 
     def _send(self, rank: int, order: Order) -> None:

@@ -154,6 +154,7 @@ class Threads:
         self.told = threading.Event()
         self.theirs = [Link(theirs) for _, theirs in pairs]
         self.ranks = Ranks([Link(ours) for ours, _ in pairs], -1, self._on_loss)
+        self._serving: list[threading.Thread] = []
 
     def _on_loss(self, rank: int, words: str) -> None:
         self.lost.append((rank, words))
@@ -164,8 +165,16 @@ class Threads:
             serve(link, load)
             link.close()
 
+        self._serving = [threading.Thread(target=run, args=(link,), daemon=True) for link in self.theirs]
+        for thread in self._serving:
+            thread.start()
+
+    def close(self) -> None:
+        self.ranks.close()
+        for thread in self._serving:
+            thread.join()
         for link in self.theirs:
-            threading.Thread(target=run, args=(link,), daemon=True).start()
+            link.close()
 
 
 @pytest.fixture
@@ -178,9 +187,7 @@ def threads() -> Iterator[Callable[[int], Threads]]:
 
     yield make
     for one in made:
-        one.ranks.close()
-        for link in one.theirs:
-            link.close()
+        one.close()
 
 
 def test_answers_come_by_rank_and_what_is_refused_is_one_line(threads: Callable[[int], Threads]) -> None:
@@ -200,6 +207,19 @@ def test_answers_come_by_rank_and_what_is_refused_is_one_line(threads: Callable[
     assert some.ranks.answers() == [Bytes()] * 2
     some.ranks.close()
     assert some.lost == []
+
+
+def test_closing_leaves_no_thread_at_a_link(threads: Callable[[int], Threads]) -> None:
+    """A thread that reads on from a closed socket raises, or takes what another file receives."""
+    for _ in range(200):
+        some = threads(3)
+        # Each reader takes these while the links are closed.
+        for _ in range(20):
+            for link in some.theirs:
+                link.send(Done())
+        some.ranks.close()
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank-")]
+        assert some.lost == []
 
 
 def test_a_rank_that_raises_says_so_and_is_lost(
