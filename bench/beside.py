@@ -27,13 +27,14 @@ from typing import Any
 
 import torch
 
-from bench.beside_pair import Load, Pair, loads, table
+from bench.beside_pair import Pair, table
 from bench.child import child
 from bench.command_line import run_command, usage_fault
 from bench.deployment import Deployment, ModelSpec
 from bench.experiment_case import LARGE, SMALL
 from bench.mps import sharing
 from bench.step_heads import HEADS
+from bench.step_size import StepSize, step_sizes
 from bench.surroundings import surroundings
 from models.weights import DTYPES
 from trouterd.settings import ConfigError, load
@@ -63,12 +64,12 @@ class Side:
         self._input, self._output = process.stdin, process.stdout
         self._seconds = seconds
 
-    def warm_up(self, load: Load) -> None:
+    def warm_up(self, load: StepSize) -> None:
         """Run a kind of step for the first time, when its kernels are compiled. Raises SideError."""
         self.ask(load, 0.0, 0.0)
         self.answer()
 
-    def ask(self, load: Load, begin: float, end: float) -> None:
+    def ask(self, load: StepSize, begin: float, end: float) -> None:
         """Run these steps until `end`; `answer` has what came of it."""
         self._input.write(json.dumps(asdict(load) | {"begin": begin, "end": end}) + "\n")
         self._input.flush()
@@ -83,7 +84,7 @@ class Side:
             raise SideError(f"the {self._name} model: {found['error']}")
         return found
 
-    def step_ms(self, load: Load) -> float:
+    def step_ms(self, load: StepSize) -> float:
         """What it said of a window of these steps. Raises SideError: no step began and ended in it."""
         found = self.answer()
         if not found["steps"]:
@@ -100,7 +101,7 @@ def side(name: str, options: argparse.Namespace, percent: int, variables: Mappin
     Raises:
         SideError: it did not start.
     """
-    asked: Sequence[Load] = options.small_steps if name == SMALL else options.large_steps
+    asked: Sequence[StepSize] = options.small_steps if name == SMALL else options.large_steps
     arguments = (
         f"--source={options.small if name == SMALL else options.large}",
         f"--device={options.device}",
@@ -119,14 +120,14 @@ def side(name: str, options: argparse.Namespace, percent: int, variables: Mappin
         yield started
 
 
-def alone(one: Side, load: Load, seconds: float) -> float:
+def alone(one: Side, load: StepSize, seconds: float) -> float:
     """Milliseconds of a step while the other process does nothing."""
     begin = time.monotonic() + _LEAD
     one.ask(load, begin, begin + seconds)
     return one.step_ms(load)
 
 
-def beside(sides: tuple[Side, Side], loads: tuple[Load, Load], seconds: float) -> tuple[float, float]:
+def beside(sides: tuple[Side, Side], loads: tuple[StepSize, StepSize], seconds: float) -> tuple[float, float]:
     """Milliseconds of a step of each while both run."""
     begin = time.monotonic() + _LEAD
     for one, steps in zip(sides, loads, strict=True):
@@ -167,7 +168,7 @@ class Sweep:
                 self.result["pairs"] += [asdict(pair) for pair in pairs]
                 yield pairs
 
-    def _pairs(self, percent: int, small: Side, large: Side, large_alone: Mapping[Load, float]) -> Iterator[Pair]:
+    def _pairs(self, percent: int, small: Side, large: Side, large_alone: Mapping[StepSize, float]) -> Iterator[Pair]:
         seconds = self._options.seconds
         for few in self._options.small_steps:
             small_alone = alone(small, few, seconds)
@@ -235,10 +236,10 @@ def _parser() -> argparse.ArgumentParser:
         "--large-percent", type=int, default=0, metavar="N", help="for a persistent kernel of the large model (0: none)"
     )
     parser.add_argument(
-        "--small-steps", type=loads, default="4x1,16x1", metavar="LIST", help="its REQUESTSxROWS (%(default)s)"
+        "--small-steps", type=step_sizes, default="4x1,16x1", metavar="LIST", help="its REQUESTSxROWS (%(default)s)"
     )
     parser.add_argument(
-        "--large-steps", type=loads, default="4x3,14x3,12x10", metavar="LIST", help="the same (%(default)s)"
+        "--large-steps", type=step_sizes, default="4x3,14x3,12x10", metavar="LIST", help="the same (%(default)s)"
     )
     parser.add_argument(
         "--context", type=int, default=600, metavar="TOKENS", help="before the rows of a step (%(default)s)"

@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Steps of one model."""
-
-    requests: int
-    rows: int
-
-    def __str__(self) -> str:
-        return f"{self.requests}x{self.rows}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +53,3 @@ def _factors(pairs: Sequence[Pair]) -> str:
     """As `--contention` takes them, which knows no negative ones."""
     columns = zip(*(pair.contention for pair in pairs), strict=True)
     return ",".join(f"{max(0.0, statistics.median(column)):.2f}" for column in columns)
-
-
-def loads(text: str) -> tuple[Load, ...]:
-    """An option that is a list of REQUESTSxROWS."""
-    found = []
-    for part in text.split(","):
-        requests, _, rows = part.partition("x")
-        if not (requests.isdecimal() and rows.isdecimal() and int(requests) and int(rows)):
-            raise argparse.ArgumentTypeError(f"expected REQUESTSxROWS with commas between, got {text!r}")
-        found.append(Load(int(requests), int(rows)))
-    return tuple(found)

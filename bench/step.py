@@ -17,7 +17,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from bench.step_peer import PeerStep, run_peer
 from bench.step_report import markdown
 from bench.step_rig import Rig, Timing, TooLargeError
 from bench.step_shapes import write_shape
+from bench.step_size import StepSize
 from bench.surroundings import surroundings
 from models.config import ModelConfig, ModelError
 from models.resident import NO_ROUTE
@@ -64,7 +65,7 @@ class Bench:
                 device=device,
                 dtype=options.dtype,
                 dummy=options.model is None,
-                max_slots=_most(options.batches, options.extend_batches, options.generate_batches),
+                max_slots=_most_requests(options),
                 context_length=min(self._config.context_length, _longest(options)),
                 kv_tokens=options.kv_tokens or _most_tokens(options),
                 depth=options.depth,
@@ -79,7 +80,7 @@ class Bench:
             runner.capture()
         self._rig = Rig(
             runner,
-            max_slots=_most(options.batches, options.extend_batches, options.generate_batches),
+            max_slots=_most_requests(options),
             route=route,
             params=() if head is None else head.params,
             temperature=options.temperature,
@@ -154,17 +155,23 @@ class Bench:
         return timing
 
     def profile(self) -> None:
-        """Kernels of a decode step."""
-        batch, context = self._options.profile_batch, self._options.contexts[0]
-        if torch.device(self._options.device).type != "cuda":
-            self._skip("profile: only on CUDA")
+        """Kernels of a step."""
+        for size in self._options.profile_steps:
+            self._profile(size)
+
+    def _profile(self, size: StepSize) -> None:
+        run = partial(self._rig.repeat, size.requests, size.rows, self._options.extend_context, _PROFILE_STEPS)
+        try:
+            run()
+            found = profile_steps(run, _PROFILE_STEPS)
+        except TooLargeError as error:
+            self._skip(f"profile {size}: {error}")
             return
-        self._rig.decode(batch, context)
-        found = profile_steps(lambda: self._rig.repeat(batch, context, _PROFILE_STEPS), _PROFILE_STEPS)
         if found is None:
-            self._skip("profile: the profiler sees no kernels here")
+            self._skip(f"profile {size}: the profiler sees no kernels of a CUDA device")
             return
-        self.result["profile"] = {"batch": batch, "context": context} | asdict(found)
+        facts = {"batch": size.requests, "count": size.rows, "context": self._options.extend_context}
+        self.result.setdefault("profile", []).append(facts | asdict(found))
 
     def _case(
         self, section: str, facts: dict[str, Any], run: Callable[[], Timing], start: float, count: int = 1
@@ -229,8 +236,17 @@ def _measure(options: argparse.Namespace, directory: Path) -> None:
         _write(options.markdown, report)
 
 
-def _most(*lists: Iterable[int]) -> int:
-    return max(max(numbers) for numbers in lists)
+def _most_requests(options: argparse.Namespace) -> int:
+    """Requests of the largest step of any case."""
+    needs = {
+        "decode": options.batches,
+        "extend": options.extend_batches,
+        "prefill": (1,),
+        "generate": options.generate_batches,
+        "profile": [size.requests for size in options.profile_steps],
+    }
+    most: int = max(max(needs[section]) for section in options.sections)
+    return most
 
 
 def _longest(options: argparse.Namespace) -> int:
@@ -240,7 +256,7 @@ def _longest(options: argparse.Namespace) -> int:
         "extend": options.extend_context + max(options.extend_tokens),
         "prefill": max(options.prefill),
         "generate": options.prompt + options.output,
-        "profile": options.contexts[0] + max(options.steps, _PROFILE_STEPS),
+        "profile": options.extend_context + max(size.rows for size in options.profile_steps),
     }
     longest: int = max(needs[section] for section in options.sections)
     return longest + _MARGIN
@@ -248,7 +264,7 @@ def _longest(options: argparse.Namespace) -> int:
 
 def _most_tokens(options: argparse.Namespace) -> int:
     """Tokens of the KV pool that no case exceeds, room for whole pages included."""
-    return _most(options.batches, options.extend_batches, options.generate_batches) * (_longest(options) + _MARGIN)
+    return _most_requests(options) * (_longest(options) + _MARGIN)
 
 
 def _words(facts: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from bench.command_line import whole_numbers
 from bench.step_heads import HEADS
 from bench.step_shapes import SHAPES
+from bench.step_size import step_sizes
 from models.weights import DTYPES
 
 SECTIONS = ("decode", "extend", "prefill", "generate", "profile")
@@ -48,7 +49,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     found.add_argument("--kv-tokens", type=int, default=0, metavar="N", help="KV pool (what the cases need)")
     for flag, default, meaning in (
         ("batches", "1,2,4,8,16,32,64,128,256", "rows of decode steps"),
-        ("contexts", "128,2048,8192", "tokens before them; the first one is the profile's"),
+        ("contexts", "128,2048,8192", "tokens before them"),
         ("extend-batches", "1,2,4,8,16,32,64", "requests of extend steps"),
         ("extend-tokens", "1,2,4,8,16", "new tokens of each of them"),
         ("prefill", "128,512,2048,8192", "tokens of prompts"),
@@ -58,18 +59,22 @@ def parser(description: str) -> argparse.ArgumentParser:
             f"--{flag}", type=whole_numbers, default=default, metavar="LIST", help=f"{meaning} (%(default)s)"
         )
     found.add_argument(
-        "--extend-context", type=int, default=1024, metavar="N", help="tokens before extend steps (%(default)s)"
+        "--extend-context",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="tokens before extend and profiled steps (%(default)s)",
     )
     found.add_argument(
         "--prompt", type=int, default=100, metavar="N", help="tokens of a prompt of generate (%(default)s)"
     )
     found.add_argument("--output", type=int, default=256, metavar="N", help="tokens of its answer (%(default)s)")
     found.add_argument(
-        "--profile-batch",
-        type=int,
-        default=8,
-        metavar="N",
-        help="rows of the step whose kernels are listed (%(default)s)",
+        "--profile-steps",
+        type=step_sizes,
+        default="8x1",
+        metavar="LIST",
+        help="REQUESTSxROWS of the steps whose kernels are listed (%(default)s)",
     )
     found.add_argument("--vllm", type=Path, metavar="FOLDER", help="the peer's scripts, see bench/step_peer.py")
     found.add_argument("--json", type=Path, metavar="FILE", help="write everything here, after each section")

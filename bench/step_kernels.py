@@ -43,6 +43,8 @@ class Interval:
 
 def profile_steps(run: Callable[[], None], steps: int) -> Profile | None:
     """Profile `run`, which makes this many steps on a CUDA device; None if the profiler sees no kernels here."""
+    if not torch.cuda.is_available():
+        return None
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:

@@ -19,8 +19,7 @@ def markdown(result: dict[str, Any]) -> str:
     ):
         if result.get(name):
             parts.append(table(result[name]))
-    if result.get("profile"):
-        parts.append(_profile(result["profile"]))
+    parts += map(_profile, result.get("profile", ()))
     if result["skipped"]:
         parts.append("Left out:\n" + "\n".join(f"- {case}" for case in result["skipped"]))
     return "\n\n".join(parts) + "\n"
@@ -139,8 +138,9 @@ def _profile(profile: dict[str, Any]) -> str:
         launches, micros = (sum(kernel[key] for kernel in rest) for key in ("per_step", "us_per_step"))
         rows.append([f"{len(rest)} others", f"{launches:.1f}", f"{micros:.1f}"])
     title = (
-        f"Kernels of a decode step, batch {profile['batch']}, context {profile['context']}: {profile['launches']:.0f} launches,"
-        f" {profile['span_us']:.0f} us, of which {profile['idle_us']:.0f} us with no kernel at work"
+        f"Kernels of a step of {profile['batch']} x {profile['count']} rows, context {profile['context']}:"
+        f" {profile['launches']:.0f} launches, {profile['span_us']:.0f} us, of which {profile['idle_us']:.0f} us with no kernel"
+        " at work"
     )
     return _table(title, ["kernel", "per step", "us per step"], rows)
 

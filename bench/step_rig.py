@@ -117,13 +117,11 @@ class Rig:
         prompts = 1e3 * (time.perf_counter() - started)
         return self._measured(lambda: own, output - 1), prompts
 
-    def repeat(self, batch: int, context: int, steps: int) -> None:
-        """Run decode steps untimed: for a profiler. Raises TooLargeError."""
-        self._open(batch, context, context + steps + 1)
-        slots = np.arange(batch)
-        self._run(StepRows(slots, np.full(batch, _TOKEN), np.full(batch, context), slots))
-        own = StepRows(slots, np.full(batch, OWN_TOKEN), np.zeros(batch, np.int64), slots)
-        self._measured(lambda: own, steps)
+    def repeat(self, batch: int, count: int, context: int, steps: int) -> None:
+        """Run steps of `count` new rows per request from `context` on, untimed: for a profiler. Raises TooLargeError."""
+        rows = self._runs(batch, context, count)
+        self._open(batch, context, context + count)
+        self._measured(lambda: rows, steps)
 
     def during(self, batch: int, count: int, context: int, begin: float, end: float) -> list[float]:
         """Steps of `count` new rows per request from `context` on, one behind the other until `end`; two at least.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from bench.experiment_setup import head_inputs
 from bench.peer_folder import PeerError
 from bench.step_floor import Ceilings, step_work
 from bench.step_heads import make_head, write_head
-from bench.step_kernels import Interval, summarise
+from bench.step_kernels import Interval, Profile, summarise
 from bench.step_model import open_runner
 from bench.step_peer import run_peer
 from bench.step_rig import Rig, TooLargeError
@@ -51,7 +52,7 @@ def test_all_sections(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert [(case["batch"], case["count"]) for case in result["extend"]] == [(1, 1), (1, 3), (2, 1), (2, 3)]
     assert [case["count"] for case in result["prefill"]] == [8, 50]
     assert [(case["batch"], case["output"]) for case in result["generate"]] == [(1, 12), (2, 12)]
-    assert result["skipped"] == ["profile: only on CUDA"]
+    assert result["skipped"] == ["profile 8x1: the profiler sees no kernels of a CUDA device"]
     for section in ("decode", "extend", "prefill", "generate"):
         for case in result[section]:
             assert 0 < case["device_ms"] <= case["launch_us"] / 1e3 * 2
@@ -86,9 +87,31 @@ def test_what_cannot_be_measured_is_one_line(capsys: pytest.CaptureFixture[str],
     first, second = capsys.readouterr().err.splitlines()
     assert first == "bench.step: error: random weights are made on a CUDA device only; name a checkpoint with --model"
     assert second.startswith(f"bench.step: error: {tmp_path / 'config.json'}: ")
-    for wrong in ("--batches=0", "--batches=", "--sections=decode,nap", "--kernel-percent=0"):
+    for wrong in ("--batches=0", "--batches=", "--sections=decode,nap", "--kernel-percent=0", "--profile-steps=4x0"):
         with pytest.raises(SystemExit):
             step.main([f"--model={tmp_path}", wrong])
+
+
+def test_profiles_of_steps(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seen(run: Callable[[], None], steps: int) -> Profile:
+        run()
+        return summarise([Interval("product", 0, 90), Interval("attention", 100, 300)], steps)
+
+    monkeypatch.setattr(step, "profile_steps", seen)
+    files = [f"--json={tmp_path / 'r.json'}", f"--markdown={tmp_path / 'r.md'}"]
+    sizes = ["--sections=profile", "--profile-steps=2x3,1x1,1x500"]
+    assert step.main([f"--model={model}", *SMALL, *sizes, *files]) == 0
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert [(found["batch"], found["count"], found["context"]) for found in result["profile"]] == [
+        (2, 3, 30),
+        (1, 1, 30),
+    ]
+    assert result["skipped"] == ["profile 1x500: 530 tokens, but the context length is 512"]
+    report = (tmp_path / "r.md").read_text()
+    assert (
+        "Kernels of a step of 2 x 3 rows, context 30: 0 launches, 15 us, of which 0 us with no kernel at work" in report
+    )
+    assert "| attention | 0.1 | 10.0 |" in report
 
 
 class Recorder:
@@ -159,6 +182,12 @@ def test_extend_feeds_the_last_rows_of_each_request() -> None:
     assert rows.positions.tolist() == [50, 51, 52] * 2
     assert rows.logit_rows.tolist() == [2, 5]
     assert OWN_TOKEN not in rows.tokens
+
+
+def test_steps_for_a_profiler_are_as_many_as_asked_for() -> None:
+    runner = Recorder()
+    rig(runner).repeat(2, 3, 50, 7)
+    assert [rows.positions.tolist() for rows in runner.launched] == [[50, 51, 52] * 2] * 7
 
 
 def test_answers_begin_with_their_prompts() -> None:
