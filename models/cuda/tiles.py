@@ -53,7 +53,7 @@ def choose_tiles(
     if exact or head_dim > 128:
         keys, stages = 32, 2
     elif small:
-        # What a program waits for is latency: keys of a whole short context are on their way at once.
+        # What a program waits for is latency, which blocks of many keys pay less often.
         keys, stages = 128, 3
     else:
         keys, stages = 64, 2

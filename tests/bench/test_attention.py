@@ -1,0 +1,132 @@
+"""The bench of attention: what it asks a device for, and what it makes of the answers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bench import attention
+from bench.attention import Cut, candidates, cuts, measure, table
+from bench.attention_load import AttentionLoad
+from bench.attention_rig import CutError
+from bench.step_size import StepSize
+from models.cuda.heads import HeadShape
+from models.cuda.tiles import TileShape, choose_tiles
+
+CPU = torch.device("cpu")
+
+
+def load(size: StepSize, context: int, *, mixed: bool) -> AttentionLoad:
+    return AttentionLoad.of(size, context, mixed=mixed, page_size=16, device=CPU)
+
+
+def test_rows_of_equal_requests() -> None:
+    found = load(StepSize(3, 2), 40, mixed=False)
+    assert found.positions.tolist() == [40, 41] * 3
+    assert found.leaders.tolist() == [0, 0, 2, 2, 4, 4]
+    assert found.counts.tolist() == [2, 0, 2, 0, 2, 0]
+    assert found.slots.tolist() == [0, 0, 1, 1, 2, 2]
+    assert (found.keys, found.pages) == (3 * 42, 9)
+    assert sorted(found.page_table.flatten().tolist()) == list(range(9))
+
+
+def test_rows_of_requests_of_all_ages() -> None:
+    found = load(StepSize(400, 5), 1000, mixed=True)
+    firsts = found.counts.nonzero().flatten()
+    starts, counts = found.positions[firsts].numpy(), found.counts[firsts].numpy()
+    assert (starts.min(), starts.max()) == (100, 1900)
+    assert abs(starts.mean() - 1000) < 1
+    # A mean of 5 has a standard deviation of sqrt(20), so that the mean of 400 has one of 0.22.
+    assert abs(counts.mean() - 5) < 0.9
+    assert counts.min() == 1
+    assert counts.max() > 15
+    assert found.keys == (starts + counts).sum()
+    assert found.page_table.shape == (400, -(-int((starts + counts).max()) // 16))
+    for first, start, count in zip(firsts.tolist(), starts, counts, strict=True):
+        assert np.array_equal(found.positions[first : first + count], np.arange(start, start + count))
+        assert (found.leaders[first : first + count] == first).all()
+    young = load(StepSize(4, 1), 50, mixed=True)
+    assert young.positions[young.counts.nonzero()].min() == 50
+
+
+def test_cuts_of_a_command_line() -> None:
+    assert cuts("32x128x4x3,64x64x8x5") == (Cut(32, 128, 4, 3), Cut(64, 64, 8, 5))
+    for wrong in ("", "32x128x4", "32x128x4x0", "32x128x4x3,", "32xax4x3"):
+        with pytest.raises(argparse.ArgumentTypeError, match="QUERY_ROWSxKEYSxWARPSxSTAGES"):
+            cuts(wrong)
+    with pytest.raises(argparse.ArgumentTypeError, match="powers of two, not '48x64x4x3'"):
+        cuts("48x64x4x3")
+
+
+class Rig:
+    """A device on which more query rows take longer, and five stages do not fit."""
+
+    shape = HeadShape(heads=64, kv_heads=8, head_dim=128, page_size=16, eps=0.0)
+    group, processors = 8, 132
+
+    def in_use(self, rows: int) -> TileShape:
+        return choose_tiles(rows, group=8, kv_heads=8, head_dim=128, dtype=torch.bfloat16, processors=132)
+
+    def floor_us(self, load: AttentionLoad) -> float:
+        return load.keys / 10
+
+    def time_us(self, load: AttentionLoad, tiles: TileShape) -> float:
+        if tiles.stages == 5:
+            raise CutError("out of resource: shared memory")
+        return tiles.query_rows + load.keys / 1000 + tiles.whole_blocks
+
+
+def test_every_cut_of_every_step(capsys: pytest.CaptureFixture[str]) -> None:
+    rig: Any = Rig()
+    used = rig.in_use(12)
+    options = argparse.Namespace(
+        steps=(StepSize(4, 1), StepSize(4, 3)),
+        context=99,
+        mixed=False,
+        cuts=(
+            Cut(used.query_rows, used.keys, used.warps, used.stages),
+            Cut(16, 64, 4, 3),
+            Cut(16, 64, 4, 5),
+            Cut(4, 64, 4, 3),
+        ),
+        waves=(2,),
+        least_keys=used.least_keys,
+    )
+    # Four query rows hold no group of eight heads.
+    assert [tiles.query_rows for tiles in candidates(rig, options)] == [32, 32, 16, 16, 16, 16]
+    found = list(measure(rig, options, CPU))
+    assert [(one.step, one.in_use, one.tiles.query_rows, one.tiles.whole_blocks) for one in found] == [
+        (step, *rest)
+        for step in ("4x1", "4x3")
+        for rest in ((True, 32, False), (False, 32, True), (False, 16, False), (False, 16, True))
+    ]
+    assert capsys.readouterr().err.splitlines() == [
+        f"left out: {step}, 16x64x4x5: out of resource: shared memory" for step in ("4x1", "4x1", "4x3", "4x3")
+    ]
+    lines = table(found, rig).splitlines()
+    assert lines[2] == "| 4x1 | 32x128x4x3 (in use) | 2 | always | 32.4 | 40.0 |"
+    assert lines[4] == "| 4x1 | 16x64x4x3 | 2 | always | **16.4** | 40.0 |"
+    assert lines[9] == "| 4x3 | 16x64x4x3 | 2 | where needed | 17.4 | 40.8 |"
+
+
+def test_a_cpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert attention.main(["--shape=Qwen3-32B", "--device=cpu"]) == 2
+    assert "--device cpu: attention is cut on CUDA devices only" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    arguments = ["--steps=2x1,2x3", "--context=200", "--cuts=64x64x4x3,256x256x8x3", "--mixed", f"--json={file}"]
+    assert attention.main(["--shape=Qwen3-0.6B", *arguments]) == 0
+    found = json.loads(file.read_text())["found"]
+    # The larger cut fits onto no multiprocessor.
+    assert [one["tiles"]["query_rows"] for one in found] == [16, 64, 64] * 2
+    assert all(0 < one["us"] < 1000 for one in found)
