@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bench.ablations import ABLATIONS, ablated
-from bench.experiment_case import SYNCHRONOUS, TROUTERD, Case, Stage
-from bench.experiment_fleet import EAGER, PLANNED
+from bench.experiment_case import EAGER, PLANNED, SYNCHRONOUS, TROUTERD, Case, Stage
 from bench.experiment_scope import Scope
 from bench.experiment_setup import CPU
 from trouterd.batching.placement import SHARED

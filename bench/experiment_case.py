@@ -24,6 +24,8 @@ ITSELF = "by itself"
 """Systems whose names begin so: a daemon of the large model and of nothing else."""
 SMALL, MIDDLE, LARGE = "small", "middle", "large"
 """Subjects: a model alone."""
+AUTO, EAGER, PLANNED = "auto", "eager", "planned"
+"""How requests wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

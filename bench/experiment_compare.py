@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bench.experiment_case import STD, SYNCHRONOUS, Case, Stage
-from bench.experiment_fleet import AUTO, EAGER, PLANNED
+from bench.experiment_case import AUTO, EAGER, PLANNED, STD, SYNCHRONOUS, Case, Stage
 from bench.experiment_itself import by_itself
 from bench.experiment_peer import WORKLOAD, known, peer
 from bench.experiment_scope import Scope

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from bench.experiment_case import ITSELF, LARGE, STD, TROUTERD
-from bench.experiment_fleet import AUTO, EAGER, PLANNED
+from bench.experiment_case import AUTO, EAGER, ITSELF, LARGE, PLANNED, STD, TROUTERD
 from bench.experiment_group import Group, Measured
 from bench.experiment_markdown import WAYS, table
 from bench.experiment_rates import at_rates, rates

@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.ablations import ABLATIONS, without
 from bench.deployment import Deployment, Fleet, RouteSpec, serving
-from bench.experiment_case import STD, SYNCHRONOUS, TURNS, WHOLE, Case, CaseError, Measure, Record
+from bench.experiment_case import AUTO, EAGER, PLANNED, STD, SYNCHRONOUS, TURNS, WHOLE, Case, CaseError, Measure, Record
 from bench.experiment_routes import Routes
 from bench.experiment_setup import Setup
 from bench.experiment_steps import StepTimes, longer
@@ -24,7 +24,6 @@ from trouterd.batching.plan import plan
 from trouterd.batching.predictor import Predictor
 from trouterd.batching.row_time import fed
 
-AUTO, EAGER, PLANNED = "auto", "eager", "planned"
 _TURNS = "no async"
 """The ablation that has models take turns."""
 SCALED = f"{PLANNED} x "

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.experiment_case import ITSELF, LARGE, STD, TROUTERD, Case, Record
-from bench.experiment_fleet import AUTO, EAGER, PLANNED
+from bench.experiment_case import AUTO, EAGER, ITSELF, LARGE, PLANNED, STD, TROUTERD, Case, Record
 from bench.experiment_result import Result
 from bench.experiment_settings import told
 from bench.ideal import ideal_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from bench.experiment_fleet import AUTO, EAGER, PLANNED
+from bench.experiment_case import AUTO, EAGER, PLANNED
 from bench.experiment_group import Measured
 
 WAYS = {PLANNED: "planned B", AUTO: "learned B", EAGER: "eager", "": ""}

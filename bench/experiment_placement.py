@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 
 from bench.ablations import ablated
 from bench.deployment import Deployment
-from bench.experiment_case import LARGE, SMALL, TROUTERD, TURNS, WHOLE, Case, Stage
-from bench.experiment_fleet import EAGER, PLANNED
+from bench.experiment_case import EAGER, LARGE, PLANNED, SMALL, TROUTERD, TURNS, WHOLE, Case, Stage
 from bench.experiment_kernel import kernel_model
 from bench.experiment_scope import REFERENCE, Scope
 from bench.experiment_setup import Setup

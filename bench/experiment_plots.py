@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.experiment_case import LARGE, STD
+from bench.experiment_case import AUTO, EAGER, LARGE, PLANNED, STD
 from bench.experiment_compared import system_name
-from bench.experiment_fleet import AUTO, EAGER, PLANNED
 from bench.experiment_group import Group, Measured
 from bench.experiment_rates import at_rates
 from bench.experiment_tables import factor

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.deployment import Deployment, RouteSpec
-from bench.experiment_case import LARGE, SMALL, STD, TROUTERD, Case, Opened, Stage
-from bench.experiment_fleet import AUTO, Assumed, opened_fleet
+from bench.experiment_case import AUTO, LARGE, SMALL, STD, TROUTERD, Case, Opened, Stage
+from bench.experiment_fleet import Assumed, opened_fleet
 from bench.experiment_routes import Routes
 from bench.experiment_servers import opened_servers
 from bench.experiment_setup import CPU, Setup

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.experiment_case import LARGE, MIDDLE, SMALL, TROUTERD, Case, CaseError
+from bench.experiment_case import LARGE, MIDDLE, PLANNED, SMALL, TROUTERD, Case, CaseError
 from bench.experiment_contention import Fit, Sample, fit, samples
 from bench.patterns import Mixture, Pattern
 from trouterd.batching.measured import read_step_time
@@ -51,6 +51,22 @@ class StepTimes:
                 points[round(step[0], 3)] = step[1] / 1e3
         elif len(window.get("overlap") or {}) > 1:
             self._routed.append((case, window))
+
+    def obstacle(self, cases: Sequence[Case], names: Sequence[str]) -> str:
+        """Why one of these windows, which need plans, could not have one even if all go well; '' if each of them can.
+
+        Args:
+            cases: all that are to be measured.
+            names: of the models.
+        """
+        alone = {(case.system, case.workload, case.subject) for case in cases}
+        for case in cases:
+            for name in names if case.batching.startswith(PLANNED) else ():
+                if name not in self._given and not alone & {
+                    (system, case.workload, name) for system in (TROUTERD, case.system)
+                }:
+                    return f"{case.key} needs a plan, and {name} alone on {case.workload} is not among the windows"
+        return ""
 
     def of(self, workload: str, names: Sequence[str], system: str = TROUTERD) -> list[RowTime]:
         """Of these models, in order; windows of a model alone tell nothing of several rows per request.

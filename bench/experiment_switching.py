@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bench.deployment import RouteSpec
-from bench.experiment_case import LARGE, SMALL, Stage
-from bench.experiment_fleet import AUTO, EAGER
+from bench.experiment_case import AUTO, EAGER, LARGE, SMALL, Stage
 from bench.experiment_itself import by_itself
 from bench.experiment_scope import Scope
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bench.experiment_case import LARGE, SMALL, STD, TROUTERD
+from bench.experiment_case import EAGER, LARGE, PLANNED, SMALL, STD, TROUTERD
 from bench.experiment_compared import system_name
-from bench.experiment_fleet import EAGER, PLANNED, SCALED
+from bench.experiment_fleet import SCALED
 from bench.experiment_group import Group, Measured, Ratio, over
 from bench.experiment_markdown import WAYS, batching, cell, table
 from bench.experiment_rates import at_rates

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bench.experiment_case import Stage
-from bench.experiment_fleet import EAGER, PLANNED, SCALED
+from bench.experiment_case import EAGER, PLANNED, Stage
+from bench.experiment_fleet import SCALED
 from bench.experiment_scope import Scope
 
 FACTORS = (0.25, 0.5, 2.0, 4.0)

@@ -120,6 +120,7 @@ def _windows(options: argparse.Namespace) -> Callable[[], int]:
     if options.list:
         return partial(_list, stages, options.seconds, options.budget)
     _require_output(options)
+    _require_plans(scope, stages)
     _require_devices(scope.setup.devices)
     return partial(_measure, options, scope, stages)
 
@@ -136,6 +137,12 @@ def _asked(options: argparse.Namespace, letter: str, scope: Scope) -> list[Stage
 def _require_output(options: argparse.Namespace) -> None:
     if options.output is None:
         raise CaseError("--output names the folder of the result")
+
+
+def _require_plans(scope: Scope, stages: Sequence[Stage]) -> None:
+    cases = [case for stage in stages for case in stage.cases]
+    if problem := scope.steps.obstacle(cases, scope.setup.names):
+        raise CaseError(f"--only: {problem}; add it, such as '*/small/*', or give --step")
 
 
 def _require_devices(devices: Sequence[str]) -> None:

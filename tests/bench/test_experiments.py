@@ -227,6 +227,10 @@ def test_every_experiment_can_be_listed(capsys: pytest.CaptureFixture[str]) -> N
         (["--experiment", "c,h", *SCRIPTS], "error: --experiment: h asks another pair of models"),
         (["--experiment", "h,c", "--list"], "error: --experiment: h asks another pair of models"),
         (["--experiment", "c,d", *SCRIPTS, "--only", "*/every:1/*"], "no window of experiment c has such a key"),
+        (
+            ["--experiment", "a", *SCRIPTS, "--output", "nosuch", "--only", "*/large/*,*/r2r-35/planned/*"],
+            "planned/16 needs a plan, and small alone on low is not among the windows; add it",
+        ),
         (["--experiment", "h", "--list", "--sweeps", "entropi"], "--sweeps: no sweep is called 'entropi'"),
         (["--experiment", "h", "--list", "--streams", "1,2"], "--streams: experiment h takes one number"),
         (["--experiment", "h", "--list", "--budget", "9"], "--budget does not go with experiment h"),
