@@ -74,6 +74,14 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         help="which one, see above; or several of a to g: c,d,e",
     )
     what.add_argument("--report", type=Path, metavar="DIR", help="put all results in a folder together")
+    _add_models(parser)
+    _add_windows(parser)
+    _add_plans(parser)
+    experiment_quality.add_arguments(parser)
+    return parser
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
     models = parser.add_argument_group("models")
     source = "a directory, builtin:small, builtin:large, a published shape (random weights), or script:MS"
     for name, note in (("small", ""), ("middle", "; with it there are three models"), ("large", "")):
@@ -97,6 +105,9 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="of all daemons, as in the configuration: small.megakernel_percent=30, batching.overlap=false",
     )
+
+
+def _add_windows(parser: argparse.ArgumentParser) -> None:
     windows = parser.add_argument_group("windows")
     windows.add_argument("--output", type=Path, metavar="DIR", help="folder of the result")
     windows.add_argument(
@@ -135,29 +146,33 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     )
     windows.add_argument("--list", action="store_true", help="say what would be measured, and how long; starts nothing")
     windows.add_argument(
-        "--step", type=Path, action="append", default=[], metavar="FILE", help="of bench.step, per model: for plans"
-    )
-    windows.add_argument(
-        "--contention",
-        type=_factors,
-        default=(),
-        metavar="LIST",
-        help="for plans: by how much another running model prolongs a step, of all models or of each"
-        " (1.5,0.35 for two on one GPU; f measures it)",
-    )
-    windows.add_argument("--handoff-ms", type=not_negative, default=_HANDOFF_MS, metavar="MS", help="for plans (0.3)")
-    windows.add_argument(
-        "--step-context", type=whole_number, default=1024, metavar="TOKENS", help="that is taken of them (1024)"
-    )
-    windows.add_argument(
         "--std-servers",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="Std. Serving on a daemon for each model (the default), or on the routed daemon's models",
     )
     windows.add_argument("--vllm", type=Path, metavar="FOLDER", help="experiment a: scripts of the peer")
-    experiment_quality.add_arguments(parser)
-    return parser
+
+
+def _add_plans(parser: argparse.ArgumentParser) -> None:
+    plans = parser.add_argument_group("plans of how long requests wait")
+    plans.add_argument(
+        "--step", type=Path, action="append", default=[], metavar="FILE", help="of bench.step, per model"
+    )
+    plans.add_argument(
+        "--contention",
+        type=_factors,
+        default=(),
+        metavar="LIST",
+        help="by how much another running model prolongs a step, of all models or of each"
+        " (1.5,0.35 for two on one GPU; f measures it)",
+    )
+    plans.add_argument(
+        "--handoff-ms", type=not_negative, default=_HANDOFF_MS, metavar="MS", help="that a hand-off takes (0.3)"
+    )
+    plans.add_argument(
+        "--step-context", type=whole_number, default=1024, metavar="TOKENS", help="of those files, that is taken (1024)"
+    )
 
 
 def _words(text: str) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ _PLAN = """\
 Predicts the throughput of delayed-batching thresholds and finds the best ones. Needs no daemon.
 
   trouterctl batching plan --p 0.35 --latency-ms 6.0,27.9 --concurrency 4
-  trouterctl batching plan --p 0.35 --step small.json --step large.json --concurrency 16 --contention 1.8,0.06
+  trouterctl batching plan --p 0.35 --step small.json --step large.json --concurrency 16 --contention 1.5,0.35
   trouterctl batching plan --p 0.35 --step small.json --step large.json --concurrency 1,4,16,64 --placement shared,separate
   trouterctl batching plan --matrix '.5,.3,.2;.5,.3,.2;.5,.3,.2' --commit keep --latency-ms 1+.01,3+.03,8+.05 --concurrency 8
 """
@@ -74,6 +74,34 @@ def _add_changes(actions: argparse._SubParsersAction[argparse.ArgumentParser], s
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:
+    _add_network(plan)
+    plan.add_argument(
+        "--concurrency",
+        type=_list_of(_requests),
+        required=True,
+        metavar="LIST",
+        help=f"requests in flight, up to {MOST_REQUESTS}; several numbers give a row each",
+    )
+    _add_placement(plan)
+    plan.add_argument(
+        "--gpus",
+        type=_list_of(_count),
+        default=(),
+        metavar="LIST",
+        help="GPUs paid for: of the whole deployment, or of each model (one per model; one in all with contention)",
+    )
+    plan.add_argument("--price", type=_factor, metavar="MONEY", help="of one GPU for an hour: costs are told in it too")
+    plan.add_argument(
+        "--max-batch",
+        type=_count,
+        metavar="N",
+        help="largest threshold to try; batches themselves take all that is ready",
+    )
+    plan.set_defaults(local=_run_plan)
+
+
+def _add_network(plan: argparse.ArgumentParser) -> None:
+    """Who hands over to whom, and how long steps take."""
     moves = plan.add_mutually_exclusive_group(required=True)
     moves.add_argument(
         "--p", type=_probability, metavar="P", help="two models: share of the entry's steps that hand over"
@@ -103,19 +131,16 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--context", type=_count, metavar="TOKENS", help="with --step: nearest measured context (shortest)"
     )
     plan.add_argument(
-        "--concurrency",
-        type=_list_of(_requests),
-        required=True,
-        metavar="LIST",
-        help=f"requests in flight, up to {MOST_REQUESTS}; several numbers give a row each",
-    )
-    plan.add_argument(
         "--commit",
         type=_commit,
         default="rewrite",
         metavar="HOW",
         help="rewrite: what the entry routes away is dropped (default); keep: every step commits; or a matrix of tokens per move",
     )
+
+
+def _add_placement(plan: argparse.ArgumentParser) -> None:
+    """What models do to each other, by where they are."""
     plan.add_argument(
         "--contention",
         type=_list_of(_factor),
@@ -144,21 +169,6 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         metavar="MS",
         help="from the end of a step until a request that it handed over is ready at the receiver (0)",
     )
-    plan.add_argument(
-        "--gpus",
-        type=_list_of(_count),
-        default=(),
-        metavar="LIST",
-        help="GPUs paid for: of the whole deployment, or of each model (one per model; one in all with contention)",
-    )
-    plan.add_argument("--price", type=_factor, metavar="MONEY", help="of one GPU for an hour: costs are told in it too")
-    plan.add_argument(
-        "--max-batch",
-        type=_count,
-        metavar="N",
-        help="largest threshold to try; batches themselves take all that is ready",
-    )
-    plan.set_defaults(local=_run_plan)
 
 
 def _run_plan(options: argparse.Namespace) -> int:
