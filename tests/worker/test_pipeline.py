@@ -283,6 +283,25 @@ async def test_a_step_that_is_skipped_is_not_slept_through(skipped: int) -> None
         await cluster.settled()
 
 
+async def test_a_step_whose_requests_were_aborted_runs_and_is_slept_through() -> None:
+    """The device does not hear of it before that step's end."""
+    device = Held(scripted(SMALL), seconds=0.02)
+    device.skipped = 8
+    async with alone(device).running() as cluster:
+        worker = cluster.workers["small"]
+        submitted = [cluster.submit("small", [1, n], max_tokens=50) for n in range(2)]
+        device.allowed = 2
+        await eventually(lambda: worker.stepper.steps == 2)
+        await eventually(lambda: device.in_flight == 1)
+        for rid, _ in submitted:
+            cluster.abort(rid, "small")
+        await eventually(lambda: not worker.requests)
+        assert worker.stepper.nap(worker.stepper.started) > 0.01
+        device.allowed = 10**6
+        await eventually(lambda: not device.in_flight)
+    assert device.dead_rows == 0
+
+
 # Hand-offs
 
 
