@@ -244,6 +244,33 @@ async def test_rows_that_tend_to_leave_are_not_fed_behind_others() -> None:
     assert large.dead_rows <= 73  # until the route's rate is known to be below a tenth
 
 
+async def test_rows_that_stay_against_all_odds_have_waited() -> None:
+    """The request was kept out of the step behind the one that it stays after."""
+    small = Held(scripted(SMALL))
+    async with pair(small, scripted(LARGE), "every_n", shape="visit", n=9).running() as cluster:
+        worker = cluster.workers["small"]
+        worker.routes["demo"].stay_rate = 0.0
+        routed = cluster.submit("demo", [1], max_tokens=8)[1]
+        single = cluster.submit("small", [2], max_tokens=8)[1]
+        await eventually(lambda: small.in_flight == 2)
+        assert [len(rows) for rows in small.launched] == [2, 1]
+        small.allowed = 1
+        await eventually(lambda: len(small.launched) == 3)
+        assert len(small.launched[2]) == 2
+        # The other one's rows were queued before its token was known.
+        waits = worker.stats.stay_seconds
+        assert sum(waits.counts) == 3
+        assert waits.sum > 0
+        waited = waits.sum
+        small.allowed = 1
+        await eventually(lambda: len(small.launched) == 4)
+        assert (sum(waits.counts), waits.sum) == (5, waited)
+        small.allowed = 10**6
+        await routed.done.wait()
+        await single.done.wait()
+        await cluster.settled()
+
+
 async def test_a_step_that_ends_early_when_it_is_dead_is_queued_ahead() -> None:
     """With every second row handed over the chance of a live row is worth a step that is over at once otherwise."""
     dead = {}
