@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from bench import end_at_once
 from bench.endpoint import EndpointError
 from trouterd.daemon import DaemonError
 from trouterd.termination import Terminated, terminable
@@ -27,6 +28,8 @@ def run_command(name: str, main: Callable[[], int | None]) -> NoReturn:
         main: returns the exit code; None is 0.
     """
     try:
+        if signal.getsignal(signal.SIGINT) is end_at_once:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         with terminable():
             code = main()
     except (DaemonError, EndpointError) as error:

@@ -18,7 +18,7 @@ class Overlap:
 
     steps: int
     batch: float
-    """Requests."""
+    """Requests, without those that had left in the step before, as in `Window.batch`."""
     step_ms: float
     overlap_ms: float
     """Of a step, during which other models ran, prompts included; with two of them at once it counts twice."""

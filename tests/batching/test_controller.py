@@ -755,7 +755,7 @@ def test_learned_values_survive_a_restart(tmp_path: Path) -> None:
     controller = Controller(group())
     run(controller, Daemon(paper_pair(), 8), 30)
     controller.estimator.learned["small"].handed_seconds = -0.5
-    state.save(path, print_, {"small": controller.keep()})
+    state.save(path, print_, {"small": controller.keep(130.0)})
     kept = state.load(path, print_)
     again = Controller(group(), kept["small"])
     assert again.lists == controller.lists
@@ -764,6 +764,84 @@ def test_learned_values_survive_a_restart(tmp_path: Path) -> None:
     again.recompute(1000.0)
     assert again.lists == controller.lists
     assert [entry.name for entry in tmp_path.iterdir()] == ["batching.json"]
+
+
+def trying() -> tuple[Controller, Daemon]:
+    """The plan's lists are in force, but for eager launches that are being tried."""
+    truth = Truth(paper_pair(), 8)
+    controller, daemon = Controller(group()), Daemon(paper_pair(), 8)
+    while controller.state != "trying the other choice":
+        waiting_seconds(controller, daemon, 5, truth)
+    assert not controller.lists
+    return controller, daemon
+
+
+def once_more(controller: Controller, now: float) -> Controller:
+    """As after a restart: made from what a file kept of it."""
+    kept = msgspec.json.decode(msgspec.json.encode(controller.keep(now)), type=Kept)
+    return Controller(group(), kept, now)
+
+
+@pytest.mark.usefixtures("soon")
+def test_nothing_is_kept_of_a_trial() -> None:
+    controller, daemon = trying()
+    kept = controller.keep(daemon.now).lists
+    assert max(kept["large"]) > 1
+    run(controller, daemon, int(HOLD))
+    assert controller.state == "settled"
+    assert controller.lists == kept
+    assert controller.keep(daemon.now).lists == kept
+
+
+@pytest.mark.usefixtures("soon")
+def test_what_is_being_watched_is_kept_unless_it_is_a_trial() -> None:
+    controller, daemon = Controller(group()), Daemon(paper_pair(), 8)
+    while controller.state != "watching the latest change":
+        run(controller, daemon, 5)
+    assert controller.lists
+    assert controller.keep(daemon.now).lists == controller.lists
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("turns", [False, True])
+def test_a_trial_that_is_not_judged_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, turns: bool) -> None:
+    controller, daemon = trying()
+    kept = controller.keep(daemon.now).lists
+    # What the throughput model says of it is another matter.
+    monkeypatch.setattr(controller, "_improve", lambda *_, **__: None)
+    controller.turns = turns
+    assert controller.recompute(daemon.now, obeyed=turns), "workers have to be told"
+    assert controller.lists == controller.keep(daemon.now).lists == kept
+
+
+def test_a_freeze_outlives_a_restart() -> None:
+    controller, daemon = watched()
+    daemon.rate *= 0.7
+    run(controller, daemon, int(HOLD))
+    assert controller.state.startswith("taken back")
+    run(controller, daemon, 20)
+    # Whatever the clock says there.
+    later = replace(daemon, now=daemon.now + 1e5)
+    again = Controller(group(), controller.keep(daemon.now), later.now)
+    run(again, later, int(FREEZE) - 25)
+    assert again.state.startswith("taken back")
+    assert not again.lists
+    run(again, later, 10)
+    assert not again.state.startswith("taken back")
+    # The next one lasts twice as long.
+    assert once_more(again, later.now).keep(later.now).freeze == 2 * FREEZE
+
+
+def test_a_freeze_of_models_that_took_turns_says_nothing_of_models_side_by_side() -> None:
+    controller, daemon = watched()
+    daemon.rate *= 0.7
+    run(controller, daemon, int(HOLD))
+    again = once_more(controller, daemon.now)
+    again.turns = False
+    assert again.keep(daemon.now).frozen == FREEZE
+    again.turns = True
+    assert again.keep(daemon.now).frozen == 0
+    assert once_more(again, daemon.now).turns
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 1}', '{"version": 1, "fingerprint": 3}', "\xff"])
@@ -810,6 +888,8 @@ def test_lists_of_a_file_are_cut_to_what_can_work() -> None:
         ({"learned": {"large": {"moves": {"small": 1e300}}}}, "moves"),
         ({"learned": {"large": {"contention": -0.5}}}, "contention"),
         ({"learned": {"large": {"contention": 1e9}}}, "contention"),
+        ({"frozen": -1.0}, "frozen"),
+        ({"freeze": -1.0}, "freeze"),
     ],
 )
 def test_a_file_with_values_that_cannot_be_is_ignored(

@@ -6,7 +6,19 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from trouterd.batching.trials import DIFFER, EARLY, FREEZE, HOLD, LONGEST_WATCH, MOST_PROMPTS, SETTLE, TRY, Load, Trials
+from trouterd.batching.trials import (
+    DIFFER,
+    EARLY,
+    FREEZE,
+    HOLD,
+    LONGEST,
+    LONGEST_WATCH,
+    MOST_PROMPTS,
+    SETTLE,
+    TRY,
+    Load,
+    Trials,
+)
 
 
 def test_the_first_trial_comes_early_where_promises_are_known_to_be_too_small() -> None:
@@ -40,6 +52,13 @@ def test_nothing_is_tried_while_changes_are_frozen() -> None:
     assert trials.judge(TRY + HOLD, lambda now, seconds: Load(50.0, 8.0)) == {"large": [1, 2]}
     assert trials.pending(TRY + HOLD + FREEZE - 1).startswith("taken back")
     assert not trials.pending(TRY + HOLD + FREEZE)
+
+
+def test_a_freeze_from_before_is_brought_into_its_bounds() -> None:
+    trials = Trials(1.0, 100.0, frozen=1e9, freeze=1e9)
+    assert trials.frozen(100.0) == trials.freeze == LONGEST
+    assert trials.frozen(100.0 + LONGEST) == 0
+    assert Trials(1.0, 100.0, freeze=0.0).freeze == FREEZE
 
 
 def test_trials_among_other_numbers_of_requests_decide_nothing() -> None:

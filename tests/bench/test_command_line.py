@@ -6,15 +6,20 @@ import argparse
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import uvloop
 
+from bench import end_at_once
 from bench.command_line import run_command, whole_numbers
 from bench.endpoint import EndpointError
 from trouterd.daemon import DaemonError
+from trouterd.interpreter import environment, module_command
 
 BENCHES = sorted(
     path for path in Path(__file__).parents[2].joinpath("bench").glob("*.py") if "ArgumentParser(" in path.read_text()
@@ -68,6 +73,42 @@ def test_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
         run_command("bench.waiting", main)
     assert left.value.code == 130
     assert capsys.readouterr().err == "bench.waiting: ended by SIGINT\n"
+
+
+@pytest.mark.parametrize("name", ["throughput", "ipc", "frontier"])
+def test_ctrl_c_while_it_imports(tmp_path: Path, name: str) -> None:
+    # What all of them import, sooner or later; here it never comes to an end.
+    (tmp_path / "msgspec.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(1000)\n")
+    variables = environment()
+    variables["PYTHONPATH"] = os.pathsep.join([str(tmp_path), variables["PYTHONPATH"]])
+    process = subprocess.Popen(
+        module_command(f"bench.{name}"),
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # Tests may run in the background, where Ctrl-C is ignored.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"importing\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, b"bench: ended by SIGINT\n")
+
+
+def test_ctrl_c_is_an_exception_from_then_on() -> None:
+    before = signal.signal(signal.SIGINT, end_at_once)
+    try:
+        with pytest.raises(SystemExit) as left:
+            run_command("bench.begun", lambda: int(signal.getsignal(signal.SIGINT) is not signal.default_int_handler))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert left.value.code == 0
+
+
+def test_whoever_imports_the_package_keeps_ctrl_c() -> None:
+    code = "import signal; before = signal.getsignal(signal.SIGINT); import bench; assert signal.getsignal(signal.SIGINT) is before"
+    subprocess.run([sys.executable, "-c", code], env=environment(), check=True, timeout=60)
 
 
 @pytest.mark.parametrize("path", BENCHES, ids=lambda path: path.stem)

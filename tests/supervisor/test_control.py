@@ -148,6 +148,22 @@ def test_verbs_that_children_answer(start: Start) -> None:
     assert "abort needs id" in daemon.ask("abort").error
 
 
+def test_a_process_that_starts_says_so_whatever_it_is_asked(start: Start) -> None:
+    daemon = start(small="silent", large="ok")
+    for name in ("api", "large"):
+        daemon.wait_log(f"{name} ready after")
+    assert daemon.child("small")["state"] == "starting"
+    starting = {"error": "small is starting; ask again when it is up"}
+    assert daemon.ask("batching").result["models"]["small"] == starting
+    for verb in ("flush-cache", "batching-report"):
+        assert daemon.ask(verb).result["small"] == starting, verb
+    for verb in ("status", "requests"):
+        assert daemon.ask(verb).result["workers"]["small"] == starting, verb
+    assert daemon.ask("trace", seconds=1.0).result["models"]["small"] == starting
+    change = daemon.ask("set", key="batching.relax", value=True).result
+    assert change["pending"] == ["small"], "a change reaches it all the same"
+
+
 def test_foreign_bytes_close_one_connection_only(start: Start) -> None:
     daemon = start().wait_ready()
     call = b"\x84\xa4type\xa4Call\xa2id\x01\xa4verb\xa6status\xa4args\x81\xa1a" + b"\x91" * 100_000 + b"\x01"

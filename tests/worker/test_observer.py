@@ -86,6 +86,16 @@ def test_dead_steps_are_busy_time_but_no_sample_of_a_step() -> None:
     assert (report.steps, report.decisions) == ([], 0)
 
 
+def test_requests_of_a_step_are_those_whose_rows_were_alive() -> None:
+    """As in all other counts: routing is told by them."""
+    observer = Observer(Stats())
+    observer.note(Decided([Fed()] * 5, 0.5, [True, False, True, True, False]), 1.0, 1.5, followed=True)  # type: ignore[arg-type]
+    report = observer.report(2.0, 3, 0)
+    assert [step.requests for step in report.steps] == [3]
+    assert report.decisions == 3
+    assert observer.since(0.0) == report.steps
+
+
 PROMPT, PART = Fed(first=0), Fed(first=0, wants_logits=False)
 
 

@@ -244,6 +244,33 @@ async def test_rows_that_tend_to_leave_are_not_fed_behind_others() -> None:
     assert large.dead_rows <= 73  # until the route's rate is known to be below a tenth
 
 
+async def test_rows_that_stay_against_all_odds_have_waited() -> None:
+    """The request was kept out of the step behind the one that it stays after."""
+    small = Held(scripted(SMALL))
+    async with pair(small, scripted(LARGE), "every_n", shape="visit", n=9).running() as cluster:
+        worker = cluster.workers["small"]
+        worker.routes["demo"].stay_rate = 0.0
+        routed = cluster.submit("demo", [1], max_tokens=8)[1]
+        single = cluster.submit("small", [2], max_tokens=8)[1]
+        await eventually(lambda: small.in_flight == 2)
+        assert [len(rows) for rows in small.launched] == [2, 1]
+        small.allowed = 1
+        await eventually(lambda: len(small.launched) == 3)
+        assert len(small.launched[2]) == 2
+        # The other one's rows were queued before its token was known.
+        waits = worker.stats.stay_seconds
+        assert sum(waits.counts) == 3
+        assert waits.sum > 0
+        waited = waits.sum
+        small.allowed = 1
+        await eventually(lambda: len(small.launched) == 4)
+        assert (sum(waits.counts), waits.sum) == (5, waited)
+        small.allowed = 10**6
+        await routed.done.wait()
+        await single.done.wait()
+        await cluster.settled()
+
+
 async def test_a_step_that_ends_early_when_it_is_dead_is_queued_ahead() -> None:
     """With every second row handed over the chance of a live row is worth a step that is over at once otherwise."""
     dead = {}
@@ -281,6 +308,25 @@ async def test_a_step_that_is_skipped_is_not_slept_through(skipped: int) -> None
         await answer.done.wait()
         assert answer.writers == [0, 1] * 2
         await cluster.settled()
+
+
+async def test_a_step_whose_requests_were_aborted_runs_and_is_slept_through() -> None:
+    """The device does not hear of it before that step's end."""
+    device = Held(scripted(SMALL), seconds=0.02)
+    device.skipped = 8
+    async with alone(device).running() as cluster:
+        worker = cluster.workers["small"]
+        submitted = [cluster.submit("small", [1, n], max_tokens=50) for n in range(2)]
+        device.allowed = 2
+        await eventually(lambda: worker.stepper.steps == 2)
+        await eventually(lambda: device.in_flight == 1)
+        for rid, _ in submitted:
+            cluster.abort(rid, "small")
+        await eventually(lambda: not worker.requests)
+        assert worker.stepper.nap(worker.stepper.started) > 0.01
+        device.allowed = 10**6
+        await eventually(lambda: not device.in_flight)
+    assert device.dead_rows == 0
 
 
 # Hand-offs

@@ -47,10 +47,11 @@ class Batching:
         self._fingerprint = fingerprint(config)
         groups = groups_of(config)
         kept = state.load(self._path, self._fingerprint) if groups else {}
-        self.controllers = [Controller(group, kept.get(group.models[0])) for group in groups]
+        now = time.monotonic()
+        self.controllers = [Controller(group, kept.get(group.models[0]), now) for group in groups]
         self._version = time.time_ns()  # above every predecessor's
         self._changed = any(controller.lists for controller in self.controllers)
-        self._recomputed = self._saved = time.monotonic()
+        self._recomputed = self._saved = now
         self._decisions: dict[str, int] = {}
 
     def register(self) -> None:
@@ -97,7 +98,7 @@ class Batching:
             await self._send()
         if now - self._saved >= SAVE and any(controller.network for controller in self.controllers):
             self._saved = now
-            groups = {controller.group.models[0]: controller.keep() for controller in self.controllers}
+            groups = {controller.group.models[0]: controller.keep(now) for controller in self.controllers}
             await asyncio.to_thread(state.save, self._path, self._fingerprint, groups)
 
     async def _reports(self) -> dict[str, Report]:

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from trouterd.batching.bound import ideal
-from trouterd.batching.estimate import Estimator, Learned
+from trouterd.batching.estimate import Estimator, Learned, NotNegative
 from trouterd.batching.groups import Group
 from trouterd.batching.launch import clamp, feasible
 from trouterd.batching.network import Network
@@ -22,7 +22,7 @@ from trouterd.batching.plan import plan
 from trouterd.batching.predictor import Predictor
 from trouterd.batching.replay import best, geometric, rates
 from trouterd.batching.report import Report
-from trouterd.batching.trials import HOLD, Lists, Load, Trials
+from trouterd.batching.trials import FREEZE, HOLD, Lists, Load, Trials
 
 GAIN = 0.02
 """What a plan must promise at the present number of requests before it replaces the one in force."""
@@ -45,7 +45,14 @@ class Kept(msgspec.Struct):
 
     learned: dict[str, Learned] = {}
     lists: dict[str, list[Annotated[int, Meta(ge=1)]]] = {}
+    """Of trials nothing is kept: a start begins with what has proved itself."""
     trust: float = 1.0
+    turns: bool = False
+    """Models ran one at a time; a freeze under that says nothing of models side by side."""
+    frozen: NotNegative = 0.0
+    """Seconds that were left of a freeze."""
+    freeze: NotNegative = FREEZE
+    """Seconds of the next one."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +68,21 @@ class _Sample:
 
 
 class Controller:
-    """Of one group."""
+    """Of one group.
 
-    def __init__(self, group: Group, kept: Kept | None = None) -> None:
+    Args:
+        group: its models.
+        kept: by a predecessor.
+        now: seconds; what was left of a freeze begins then.
+    """
+
+    def __init__(self, group: Group, kept: Kept | None = None, now: float = 0.0) -> None:
+        kept = kept or Kept()
         self.group = group
-        self.estimator = Estimator(group, kept.learned if kept else None)
-        self.lists: Lists = _usable(kept.lists, group) if kept else {}
+        self.estimator = Estimator(group, kept.learned)
+        self.lists: Lists = _usable(kept.lists, group)
         """In force; a model that is missing launches whatever is ready."""
-        self._turns = False
+        self._turns = kept.turns
         self.lingers: dict[str, float] = {}
         self.state = "learning"
         """In words."""
@@ -79,13 +93,15 @@ class Controller:
         self._samples: deque[_Sample] = deque(maxlen=_SAMPLES)
         self._last: dict[str, Report] = {}
         """The latest reports."""
-        self._trials = Trials(kept.trust if kept else 1.0)
+        self._trials = Trials(kept.trust, now, kept.frozen, kept.freeze)
         self._replayed = float("-inf")
         self._chosen: Lists = {}
         """Of the latest replay."""
         self._rates: dict[tuple[int, tuple[int, ...]], float] = {}
         """Simulated since then."""
         self._most = FEWEST
+        self._told = self.lists, self.lingers
+        """As of the latest `recompute`."""
 
     @property
     def trust(self) -> float:
@@ -102,6 +118,7 @@ class Controller:
         if turns == self._turns:
             return
         self._turns = turns
+        self._forget()
         # A new one: the event loop may be looking at the old one.
         self._samples = deque(maxlen=_SAMPLES)
         self._trials = Trials(self.trust)
@@ -134,9 +151,21 @@ class Controller:
             prompts=sum(s.prompts for s in recent) / span,
         )
 
-    def keep(self) -> Kept:
+    def keep(self, now: float) -> Kept:
         """What is worth keeping."""
-        return Kept(self.estimator.learned, self.lists, self.trust)
+        trials = self._trials
+        return Kept(self.estimator.learned, self._untried, self.trust, self.turns, trials.frozen(now), trials.freeze)
+
+    @property
+    def _untried(self) -> Lists:
+        """In force apart from a trial."""
+        before = self._trials.untried
+        return self.lists if before is None else before
+
+    def _forget(self) -> None:
+        """What is being watched is not judged; of a trial nothing stays."""
+        self.lists = self._untried
+        self._trials.forget()
 
     # In a thread
 
@@ -148,8 +177,7 @@ class Controller:
             obeyed: workers go by the lists, so that what is measured says something about them.
         """
         if not obeyed:
-            self._trials.forget()
-        before = self.lists, self.lingers
+            self._forget()
         network = self.estimator.network()
         if network is not None and self.turns and network.size == 2:
             network = replace(network, turns=True)
@@ -161,7 +189,8 @@ class Controller:
             self.state = f"learning: {self.estimator.lacks() or 'the counts make no sense yet'}"
         else:
             self._choose(network, now, obeyed=obeyed)
-        return before != (self.lists, self.lingers)
+        before, self._told = self._told, (self.lists, self.lingers)
+        return before != self._told
 
     def _choose(self, network: Network, now: float, *, obeyed: bool) -> None:
         before = self._trials.judge(now, self.measured)

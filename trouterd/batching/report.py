@@ -13,6 +13,7 @@ class Step(msgspec.Struct, array_like=True, frozen=True, gc=False):
     seconds: float
     """Until the model could take the next one."""
     requests: int
+    """Without those that had left in the step before, whose rows were dead."""
 
 
 class Report(msgspec.Struct, frozen=True):

@@ -85,15 +85,19 @@ class Trials:
     """Of one group.
 
     Args:
-        trust: as learned before; brought into its bounds.
+        trust: as learned before; brought into its bounds, as are the next two.
+        now: seconds.
+        frozen: seconds from then on that are left of a freeze.
+        freeze: seconds of the next one.
     """
 
-    def __init__(self, trust: float = 1.0) -> None:
+    def __init__(self, trust: float = 1.0, now: float = 0.0, frozen: float = 0.0, freeze: float = FREEZE) -> None:
         self.trust = _bounded(trust)
         """What waiting has reached over what was promised, both relative to eager launches; 1 as long as nobody knows."""
+        self.freeze = min(max(freeze, FREEZE), LONGEST)
+        """Seconds without a change after the next one that is taken back."""
         self._change: _Change | None = None
-        self._frozen_until = 0.0
-        self._freeze = FREEZE
+        self._frozen_until = now + min(frozen, LONGEST)
         self._next: float | None = None
         """When the other choice is tried; None: nothing has been planned yet."""
         self._pause = TRY
@@ -101,6 +105,15 @@ class Trials:
         """One has had a verdict."""
         self._early: float | None = None
         """When the first one may come early; None: nobody has asked for it yet."""
+
+    @property
+    def untried(self) -> Lists | None:
+        """What was in force before the other choice, which is being tried; None: it is not."""
+        return self._change.before if self._change is not None and self._change.trial else None
+
+    def frozen(self, now: float) -> float:
+        """Seconds for which nothing may change, since a change was taken back."""
+        return max(self._frozen_until - now, 0.0)
 
     def watch(self, now: float, before: Lists, load: Load, promise: float, *, waits: bool, trial: bool) -> None:
         """Lists have been replaced.
@@ -143,16 +156,16 @@ class Trials:
             self._next = now + self._pause
         else:
             stays = gain >= 1 - LOSS
-            self._frozen_until = now if stays else now + self._freeze
-            self._freeze = FREEZE if stays else min(2 * self._freeze, LONGEST)
+            self._frozen_until = now if stays else now + self.freeze
+            self.freeze = FREEZE if stays else min(2 * self.freeze, LONGEST)
         return None if stays else change.before
 
     def pending(self, now: float) -> str:
         """Why nothing may change now; '' if it may."""
         if self._change is not None:
             return "trying the other choice" if self._change.trial else "watching the latest change"
-        if now < self._frozen_until:
-            return f"taken back: {self._frozen_until - now:.0f} s until the next change"
+        if frozen := self.frozen(now):
+            return f"taken back: {frozen:.0f} s until the next change"
         return ""
 
     def due(self, now: float, *, early: bool = False) -> bool:

@@ -30,9 +30,12 @@ from trouterd.control import (
     read_frame,
 )
 from trouterd.interpreter import environment, module_command
+from trouterd.memory import GPU_MEMORY
 
 CALL_TIMEOUT = 2.0
 """Seconds that a child gets to answer a call, unless the caller says otherwise."""
+WHILE_STARTING = ("set", GPU_MEMORY)
+"""Verbs that a child may be asked before it is ready, when it has none of the others yet."""
 LAST_WORDS_TIMEOUT = 0.2
 """Seconds that the control link of a dead process may take to end."""
 log = logging.getLogger("trouterd.supervisor")
@@ -140,10 +143,12 @@ class Child:
 
         Raises:
             Refused: the child refused.
-            CallError: it failed, died or did not answer in time; names the process.
+            CallError: it starts, failed, died or did not answer in time; names the process.
         """
         if self._writer is None:
             raise CallError(f"{self.name} is down")
+        if self.state == "starting" and verb not in WHILE_STARTING:
+            raise CallError(f"{self.name} is starting; ask again when it is up")
         try:
             async with asyncio.timeout(within):
                 return await self._calls.call(self.send, verb, args)

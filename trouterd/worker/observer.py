@@ -59,8 +59,9 @@ class Observer:
         """
         self._sent(self._followed_at, self._followed_at)
         self._followed_at = now if followed else float("inf")
-        self._decisions += sum(outcome.alive)
-        requests = len(outcome.chunks) if any(outcome.alive) and _no_prompts(outcome.chunks) else 0
+        alive = sum(outcome.alive)
+        self._decisions += alive
+        requests = alive if _no_prompts(outcome.chunks) else 0
         prompts = not requests and _fed_prompts(outcome)
         begin = begin or now - outcome.seconds
         self._idle_since = now

@@ -56,8 +56,13 @@ class Outcomes:
         if destination:
             self.not_taken(request, NO_TOKEN)
 
-    def commit(self, outcome: Outcome) -> None:
-        """Apply a step that has ended; what it says of requests that have moved on since its launch is void."""
+    def commit(self, outcome: Outcome, now: float) -> None:
+        """Apply a step that has ended; what it says of requests that have moved on since its launch is void.
+
+        Args:
+            outcome: what it decided.
+            now: when it was there, time.monotonic().
+        """
         row = -1
         for chunk in outcome.chunks:
             request, wanted = chunk.request, chunk.wants_logits
@@ -67,6 +72,7 @@ class Outcomes:
             if wanted and not outcome.alive[row]:
                 # Not by our books, but the device has the last word: feed the row from here.
                 self.scheduler.rewind(request, chunk.first)
+                request.ready = now
                 continue
             request.forwards[request.route.side] += 1
             # Pages with drafts would be cut again, which those in the prefix cache cannot be.
@@ -77,6 +83,8 @@ class Outcomes:
                 if not outcome.stays[row]:
                     self._leave_behind(request, chunk)
                 self._decide(request, outcome, row)
+            if request.fed <= chunk.end:
+                request.ready = now
         self.stats.step(outcome.rows, sum(outcome.alive), outcome.seconds)
 
     def fail(self, chunks: Sequence[Chunk]) -> None:

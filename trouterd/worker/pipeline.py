@@ -41,6 +41,8 @@ class _Flight:
     routes: list[WorkerRoute | None]
     """Per chunk that wants logits: the route whose algorithm was asked, if it was."""
     launched: float
+    gone: frozenset[tuple[int, int]] = frozenset()
+    """Requests, with their residencies, of which the device has let go in steps before this one since it was launched."""
 
     @property
     def own(self) -> bool:
@@ -49,9 +51,9 @@ class _Flight:
 
     @property
     def dead(self) -> bool:
-        """They have."""
-        # In this order: asked at every look at a running step, of which the first chunk is current as a rule.
-        return not any(chunk.current for chunk in self.chunks) and self.own
+        """They have, as the device knows: rows of requests that ended here alone, by an abort say, are fed all the same."""
+        # In this order: asked at every look at a running step, behind one that nobody has left as a rule.
+        return bool(self.gone) and all((c.request.rid, c.residency) in self.gone for c in self.chunks) and self.own
 
 
 class PipelinedStepper:
@@ -199,7 +201,16 @@ class PipelinedStepper:
                 if destinations[row]:
                     destinations[row] = checked(route, destinations[row])
                 route.stay_rate += (stays[row] - route.stay_rate) / 32
+        if self._flights and not (all(alive) and all(stays)):
+            self._let_go(flight, alive, stays)
         return Outcome(flight.chunks, alive, record.tokens.tolist(), destinations, stays, record.seconds)
+
+    def _let_go(self, flight: _Flight, alive: Sequence[bool], stays: Sequence[bool]) -> None:
+        """Tell the steps behind this one whose rows the device does not feed."""
+        decided = zip((chunk for chunk in flight.chunks if chunk.wants_logits), alive, stays, strict=True)
+        gone = {(chunk.request.rid, chunk.residency) for chunk, fed, stayed in decided if not (fed and stayed)}
+        for later in self._flights:
+            later.gone |= gone
 
     def _rows(self, chunks: Sequence[Chunk]) -> StepRows:
         """The step's rows; the very same object again where nothing but the device's own tokens changes from step to step."""

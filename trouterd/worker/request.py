@@ -100,6 +100,8 @@ class Request:
     pending_ns: int = 0
     arrived_ns: int = 0
     """At its entry, time.monotonic_ns()."""
+    ready: float = 0.0
+    """Since when it could take a row, time.monotonic(); 0 while a step in flight has its latest one."""
     begun: bool = False
     """Entry: its first step has been launched."""
     warm: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -98,6 +99,7 @@ class Scheduler:
 
     def add(self, request: Request, *, front: bool = False) -> None:
         """A request is here now: new, or back from a peer."""
+        request.ready = time.monotonic()
         if not request.is_entry:
             self._not_away(request)
         if request.hosted:

@@ -50,7 +50,8 @@ class Stats:
         self.arrival_seconds = Histogram(MICRO)
         """From a request's arrival at its entry to the launch of its first step."""
         self.stay_seconds = Histogram(MICRO)
-        """From the end of a step that left a request here to the launch of its next one; 0 where that was queued before."""
+        """From the end of a step that left a request here to the launch of its next one, whatever was launched without it
+        meanwhile; 0 where that was queued before."""
         self.step_seconds = Histogram(MICRO)
         self.batch_rows = Histogram(ROWS)
         self.batch_requests = Histogram(ROWS)

@@ -246,7 +246,7 @@ class Worker:
         self._committed = time.monotonic()
         self.observer.note(outcome, self._begun, self._committed, followed=self.stepper.in_flight > 0)
         with self.outbound.together():
-            self.outcomes.commit(outcome)
+            self.outcomes.commit(outcome, self._committed)
 
     def _poll(self) -> Outcome | None:
         try:
@@ -272,7 +272,8 @@ class Worker:
 
     def _note_start(self, chunks: list[Chunk], now: float) -> None:
         """Count how long those had waited whose step was launched at `now`."""
-        latest, stayed, stats = 0.0, 0, self.stats
+        latest, stats = 0.0, self.stats
+        stayed: dict[float, int] = {}
         for chunk in chunks:
             request = chunk.request
             if request.handoff_sent_ns:
@@ -282,11 +283,13 @@ class Worker:
                 request.handoff_sent_ns = 0
             elif request.is_entry and not request.begun:
                 stats.arrival_seconds.observe(now - request.arrived_ns * 1e-9)
-            else:
-                stayed += chunk.wants_logits
-            request.begun = True
-        if stayed:
-            stats.stay_seconds.observe(now - self._committed if self._begun else 0.0, stayed)
+            elif chunk.wants_logits:
+                since = request.ready or now
+                stayed[since] = stayed.get(since, 0) + 1
+            request.begun, request.ready = True, 0.0
+        for since, count in stayed.items():
+            # A request that was sent back to wait for this very step is ready since after `now`.
+            stats.stay_seconds.observe(max(now - since, 0.0), count)
         if latest and self._begun and self.launching.reason is not Reason.LINGER:
             self.observer.awaited(chunks, latest, now)
 
