@@ -151,7 +151,7 @@ async def test_tokens_between_two_moments(tmp_path: Path, usage: str, per_event:
 
 async def arrived(clients: Clients, events: int) -> None:
     """Wait until clients have seen so many."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while sum(c.events + (c.answer.events if c.answer else 0) for c in clients._clients) < events:
             await asyncio.sleep(0)
 

@@ -177,7 +177,7 @@ def visits(n: int) -> dict[str, Route]:
 
 async def eventually(condition: Callable[[], object]) -> None:
     """Wait for something that has no event."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.001)
 

@@ -1,4 +1,7 @@
-"""`python -m tests.supervisor.host CONFIG.json`: the real supervisor with toy children, in a process of its own."""
+"""`python -m tests.supervisor.host CONFIG.json SCRAPE`: the real supervisor with toy children, in a process of its own.
+
+SCRAPE: seconds that children get to answer for the status and for changes.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,25 @@ import msgspec
 
 from trouterd import logs
 from trouterd.config import Config
+from trouterd.supervisor import supervisor, verbs
 from trouterd.supervisor.supervisor import Supervisor
 
 HEAVY = ("torch", "aiohttp", "transformers", "numpy")
 ROLES = {"api": "tests.supervisor.roles", "worker": "tests.supervisor.roles"}
 
 
-def main(path: Path) -> int:
+LAST_WORDS = 10.0
+"""Seconds from the order to end now until children are killed: on a busy host it may take longer until they have told clients."""
+
+
+def main(path: Path, scrape: float) -> int:
     def read() -> Config:
         return msgspec.json.decode(path.read_bytes(), type=Config)
 
     async def run() -> int:
         return await Supervisor(read(), modules=ROLES, reload=read).run()
 
+    verbs.SCRAPE_TIMEOUT, supervisor.FORCED_EXIT = scrape, LAST_WORDS
     logs.setup("supervisor", "info", "text")
     code = asyncio.run(run())
     found = [name for name in HEAVY if name in sys.modules]
@@ -31,4 +40,4 @@ def main(path: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), float(sys.argv[2])))

@@ -250,16 +250,23 @@ class Supervisor:
             return True
         try:
             result = await api.call("drain", {"timeout": seconds}, None)
-            for worker in self._fleet.workers.values():
-                if worker.state == "up":
-                    await worker.call("drain", {}, max(deadline - time.monotonic(), 0.05))
         except (CallError, Refused) as error:
             log.error("drain: %s", error)
             return False
+        for worker in self._fleet.workers.values():
+            if worker.state == "up":
+                await self._drain_worker(worker, max(deadline - time.monotonic(), 0.05))
         cut = (result or {}).get("cut", 0)
         if cut:
             log.warning("drain: %d answer%s cut off after %g s", cut, " was" if cut == 1 else "s were", seconds)
         return not cut
+
+    async def _drain_worker(self, worker: Child, seconds: float) -> None:
+        """Every answer is finished: a worker that dies now, or has died unnoticed, costs nobody anything."""
+        try:
+            await worker.call("drain", {}, seconds)
+        except (CallError, Refused) as error:
+            log.warning("drain: %s", error)
 
     async def _end_children(self, seconds: float) -> None:
         """Hang up on all; who is not gone in time, or never became ready, is killed."""
