@@ -22,7 +22,6 @@ from trouterd.batching.report import Report
 from trouterd.check import deep_problems
 from trouterd.demo import LARGE_DIRECTORY
 
-pytestmark = pytest.mark.timeout(180)
 STREAMS = 4
 SCRIPTED = Deployment(
     models=(ModelSpec("small", "script:4"), ModelSpec("large", "script:9")),

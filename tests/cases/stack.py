@@ -140,7 +140,7 @@ class Gate:
         """The runner's, when the gate is open."""
         if self.steps == self.before:
             self._loop.call_soon_threadsafe(self.reached.set)
-            assert self._opened.wait(20), "nobody opened the gate"
+            assert self._opened.wait(50), "nobody opened the gate"
         self.steps += 1
         return self._runner.step(batch)
 

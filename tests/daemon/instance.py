@@ -19,7 +19,7 @@ from tests.models.tiny import byte_tokenizer
 
 SMALL = b"abcdefghijklmnopqrstuvwxyz"
 LARGE = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-START_TIMEOUT = 60.0
+START_TIMEOUT = 120.0
 
 
 @dataclass

@@ -27,9 +27,6 @@ from tests.daemon.instance import (
 )
 from tests.daemon.link import Link
 
-pytestmark = pytest.mark.timeout(120)
-
-
 ASK = 'models = ["small", "large"]\nalgorithm = "query"\nparams = { source = "field", threshold = 0.5 }'
 MIX = 'models = ["small", "large"]\nalgorithm = "me"\nparams = { weights = [1, 1] }'
 

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
 
 from tests.daemon.instance import complete, expected, scripts, serving, stream
 
-pytestmark = pytest.mark.timeout(120)
 LONG = 3000
 """Tokens of a stream that goes on while others are stopped and waited for."""
 

@@ -129,7 +129,6 @@ async def refusals(instance: Instance, folder: Path) -> None:
     link.writer.close()
 
 
-@pytest.mark.timeout(180)
 async def test_one_at_a_time_and_none_for_ever(tmp_path: Path) -> None:
     async with serving(tmp_path, scripts(tmp_path)) as instance:
         link = await Link.open(instance)

@@ -13,13 +13,11 @@ import time
 from pathlib import Path
 
 import aiohttp
-import pytest
 
 from tests.daemon.instance import Instance, complete, expected, gone, scripts, serving, stream
 from tests.daemon.link import Link
 from trouterd.supervisor.process import process_state
 
-pytestmark = pytest.mark.timeout(120)
 TURNS = "overlap = false\nmode = 'eager'"
 FLOCK = "hhqqi"
 """Of struct flock: type, whence, start, length, pid."""

@@ -105,6 +105,7 @@ async def test_a_launch_that_takes_long_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     device = FakeResident(scripted(SMALL))
+    monkeypatch.setattr(pipeline, "SLOW_LAUNCH", 600.0)
     with caplog.at_level("INFO"):
         async with alone(device).running() as cluster:
             await cluster.generate("small", [1] * 20, max_tokens=2)
