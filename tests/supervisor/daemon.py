@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import signal
 import socket
 import subprocess
@@ -67,7 +68,7 @@ class Daemon:
         address = folder / "notify"
         address.unlink(missing_ok=True)
         self.notify.bind(str(address))
-        self.notify.settimeout(0.05)
+        self.notify.setblocking(False)
         self.lines: list[str] = []
         self.log_file = folder / "log"
         self.log_file.touch()
@@ -86,7 +87,7 @@ class Daemon:
         try:
             while True:
                 self.lines += self.notify.recv(4096).decode().split("\n")
-        except TimeoutError:
+        except BlockingIOError:
             return self.lines
 
     def wait_for(self, condition: Callable[[], Any], what: str) -> Any:
@@ -95,7 +96,8 @@ class Daemon:
         while not (value := condition()):
             if time.monotonic() > deadline:
                 raise AssertionError(f"never happened: {what}\n{self.log}")
-            self.notifications()  # waits a little for news
+            select.select([self.notify], [], [], 0.05)  # waits a little for news
+            self.notifications()
         return value
 
     def wait_ready(self) -> Daemon:

@@ -97,10 +97,10 @@ def test_stopped_worker_counts_as_stalled_until_it_goes_on(start: Start, tmp_pat
         line = daemon.wait_log(f"large (pid {pid}, process state T)")
         assert "has not answered for" in line
         assert "small>large 0 of 1048576 bytes, 0 messages spilled" in line
-        assert ["large", "stalled", 1, "T"] in daemon.status()["api"]["states"]
-        assert daemon.status()["state"] == "degraded"
         daemon.notifications()
         daemon.lines.clear()
+        assert ["large", "stalled", 1, "T"] in daemon.status()["api"]["states"]
+        assert daemon.status()["state"] == "degraded"
         assert "WATCHDOG=1" not in daemon.notifications(), "no sign of life while a worker makes no progress"
         assert alive(pid)
     finally:
