@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE
@@ -41,16 +42,13 @@ WORKER = textwrap.dedent(
             await asyncio.sleep(0.001)
         for _ in range(rounds):
             while not turn.take():
-                # Of two workers the one that has no turn is in the queue by now.
-                (folder / f"{name}.waits").touch()
                 await come.wait()
                 come.clear()
-            (folder / f"{name}.waits").unlink(missing_ok=True)
             inside = folder / "inside"
             inside.open("x").close()
             with (folder / "log").open("a") as log:
                 log.write(name)
-            while not any(folder.glob("*.waits")) and not any(folder.glob("*.done")):
+            while not (any(folder.glob("*.done")) or count > 1 and turn.wanted()):
                 await asyncio.sleep(0.001)
             inside.unlink()
             turn.give_back()
@@ -68,13 +66,13 @@ def file(tmp_path: Path) -> int:
 
 
 def start(folder: Path, name: str, rounds: int, count: int) -> subprocess.Popen[bytes]:
-    """One of so many workers. It keeps each turn until another one waits for the next, or is done."""
+    """One of so many workers, which keep each turn until another one waits for the next or is done; one alone until `let_go`."""
     return subprocess.Popen([sys.executable, "-c", WORKER, str(folder), name, str(rounds), str(count)])
 
 
 def let_go(folder: Path) -> None:
     """Let whoever has the turn give it back."""
-    (folder / "test.waits").touch()
+    (folder / "test.done").touch()
 
 
 def holding(folder: Path) -> subprocess.Popen[bytes]:
@@ -207,6 +205,35 @@ class SharedTurn:
 
     def give_back(self) -> None:
         self.held = self.used = False
+
+
+class SlowTurn(SharedTurn):
+    """A turn that comes when it is asked for, but not before some time has gone by: the one before ends meanwhile."""
+
+    def __init__(self, file: int, granted: Callable[[], None]) -> None:
+        super().__init__(file, granted)
+        self.begun: list[float] = []
+
+    def take(self) -> bool:
+        time.sleep(0.002)
+        self.held = self.used = True
+        self.begun.append(time.monotonic())
+        return True
+
+
+async def test_no_step_begins_before_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or it would seem to have run beside the one that ended then."""
+    made: list[SlowTurn] = []
+    monkeypatch.setattr("trouterd.worker.turn.Turn", lambda *args: made.append(SlowTurn(*args)) or made[0])
+    cluster = Cluster({"m": ScriptRunner([1], vocab_size=4, cycle=True)}, {"demo": Route(models=["m"])})
+    worker = cluster.workers["m"]
+    worker.turns.configure(0)
+    async with cluster.running(), asyncio.timeout(30):
+        await cluster.generate("demo", [1], max_tokens=9)
+        await cluster.settled()
+    steps = worker.observer.since(0.0)
+    assert len(steps) == 9
+    assert all(step.begin >= begun for step, begun in zip(steps, made[0].begun, strict=True))
 
 
 async def test_waiting_for_the_turn_costs_nobody_his_place(monkeypatch: pytest.MonkeyPatch) -> None:
