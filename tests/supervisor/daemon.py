@@ -50,6 +50,7 @@ class Daemon:
     """Started at once; `wait_ready` returns when it says READY=1. Ended, if need be, at `close`.
 
     `scrape`: seconds that children get to answer for the status and for changes; short for a test in which one never does.
+    `forced`: seconds that workers get to end at once.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Daemon:
         *,
         launcher: Callable[[list[str]], list[str]] = list,
         scrape: float = PATIENCE,
+        forced: float = 10.0,
         **env: str,
     ):
         self.config = config
@@ -72,7 +74,7 @@ class Daemon:
         self.lines: list[str] = []
         self.log_file = folder / "log"
         self.log_file.touch()
-        command = launcher(module_command("tests.supervisor.host", str(self.file), str(scrape)))
+        command = launcher(module_command("tests.supervisor.host", str(self.file), str(scrape), str(forced)))
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
                 command, stderr=log, env=environment(NOTIFY_SOCKET=str(address), **env), close_fds=False

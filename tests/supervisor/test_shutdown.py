@@ -37,6 +37,16 @@ def test_second_signal_forces(start: Start) -> None:
     assert daemon.wait() == 1
 
 
+def test_clients_are_told_however_little_time_workers_get(start: Start) -> None:
+    daemon = start(options={"forced": 0.0}).wait_ready()
+    link = daemon.open_request()
+    daemon.signal(signal.SIGTERM)
+    daemon.wait_log("SIGTERM: draining")
+    daemon.signal(signal.SIGTERM)
+    assert rest(link) == b"error\n"
+    assert daemon.wait() == 1
+
+
 def test_drain_timeout_cuts_off(start: Start, tmp_path: Path) -> None:
     config = toy_config(tmp_path)
     server = msgspec.structs.replace(config.server, drain_timeout=4.0)

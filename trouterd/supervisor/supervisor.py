@@ -31,9 +31,11 @@ from trouterd.supervisor.verbs import Verbs
 
 ROLE_MODULES = {"api": "trouterd.api.main", "worker": "trouterd.worker.main"}
 FORCED_EXIT = 0.35
-"""Seconds from the order to end now until children are killed; error frames to clients go out in it."""
+"""Seconds from the order to end now until workers are killed; error frames to clients go out in it."""
 CLEAN_EXIT = 1.0
 """The same after a drain, when nothing runs any more."""
+LAST_FRAMES = 2.0
+"""Seconds that the api gets on top, which ends as soon as all clients have been told: on a busy host not at once."""
 MAX_FILES = 1 << 16
 log = logging.getLogger("trouterd.supervisor")
 
@@ -276,6 +278,9 @@ class Supervisor:
                 child.kill()
         ends = [asyncio.create_task(child.exited.wait()) for child in self._fleet.children.values()]
         await asyncio.wait(ends, timeout=seconds)
+        for worker in self._fleet.workers.values():
+            worker.kill()
+        await asyncio.wait(ends, timeout=LAST_FRAMES)
         self._fleet.kill_all()
         await asyncio.gather(*ends)
 
