@@ -14,6 +14,7 @@ the same. It prints one JSON object a line. Those with a "conc" carry "tok_s" an
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -110,7 +111,8 @@ def _cases(
 
         def stop() -> None:
             late.set()
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended this moment
+                os.killpg(process.pid, signal.SIGKILL)
 
         alarm = threading.Timer(limit, stop)
         alarm.start()

@@ -186,7 +186,7 @@ class Cluster:
 
     async def settled(self) -> None:
         """Wait until no worker holds a request any more, then check that all pages are accounted for."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             for worker in self.workers.values():
                 await worker.idle.wait()
         for worker in self.workers.values():

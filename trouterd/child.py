@@ -47,8 +47,9 @@ from trouterd.control import (
     read_frame,
 )
 
-EXIT_GRACE = 0.25
-"""Seconds from the end of the control link to the cancellation of a role that did not return by itself."""
+EXIT_GRACE = 1.0
+"""Seconds from the end of the control link to the cancellation of a role that did not return by itself; the supervisor may kill it
+before."""
 EXIT_CONFIG = 78
 """Exit code (EX_CONFIG of sysexits.h) of a child that reported `Fatal`."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 from models.config import ModelError
@@ -39,6 +38,8 @@ class Ranks:
         self._answers: list[queue.SimpleQueue[Answer | None]] = [queue.SimpleQueue() for _ in links]
         self._lock = threading.Lock()
         self._lost = ""
+        self._noticed = threading.Event()
+        """Somebody is lost."""
         self._readers = [
             threading.Thread(target=self._read, args=(rank, link), name=f"rank-{rank}", daemon=True)
             for rank, link in enumerate(links, 1)
@@ -75,9 +76,10 @@ class Ranks:
         """Say that a rank is gone, or that this one, 0, is out of step with the others."""
         if not rank:
             # A step breaks off most of all because somebody is gone, which is the better thing to say.
-            time.sleep(_OTHERS_FIRST)
+            self._noticed.wait(_OTHERS_FIRST)
         with self._lock:
             first, self._lost = not self._lost, self._lost or f"rank {rank} of {self.world}: {words or 'gone'}"
+        self._noticed.set()
         if first:
             self._on_loss(rank, words)
 

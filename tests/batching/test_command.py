@@ -225,17 +225,22 @@ def test_gpus_of_each_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(capsys, [*PAPER, "--gpus", "1,2"])["gpus"] == 3
 
 
-@pytest.mark.timeout(120)
 def test_files_of_the_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What bench.step writes, as it is."""
+    """What bench.step writes, with other times."""
     files = []
     for name, layers in (("small", 1), ("large", 8)):
         model = tiny_qwen3(tmp_path / name, layers=layers, hidden=16, heads=2, kv_heads=1)
         cases = ["--sections=decode", "--batches=1,4", "--contexts=20", "--steps=20", "--seconds=0.05"]
         where = ["--device=cpu", "--dtype=float32"]
-        assert step.main([f"--model={model}", *where, *cases, f"--json={tmp_path / name}.json"]) == 0
-        files += ["--step", f"{tmp_path / name}.json"]
-    times = [json.loads(Path(file).read_text())["decode"][0]["wall_ms"] for file in files[1::2]]
+        file = tmp_path / f"{name}.json"
+        assert step.main([f"--model={model}", *where, *cases, f"--json={file}"]) == 0
+        # What it has measured is up to the host.
+        measured = json.loads(file.read_text())
+        for case in measured["decode"]:
+            case["wall_ms"] = layers + case["batch"] / 4
+        file.write_text(json.dumps(measured))
+        files += ["--step", str(file)]
+    times = [1.25, 8.25]
     capsys.readouterr()
     plan = ["batching", "plan", "--p", "0.35", *files, "--placement", "shared,separate", "--concurrency", "1,4"]
     result = answer(capsys, plan)

@@ -16,6 +16,8 @@ from bench.window import measure
 from bench.workloads import AGENT, Workload, find
 from tests.bench.fake_server import FakeServer
 
+PATIENCE = 50.0
+"""Seconds without a byte that no server takes which is not silent on purpose."""
 TWO_TURNS = Workload("two", ((10, 4), (3, 4)), system=6)
 
 
@@ -25,7 +27,7 @@ def fake(url: str, model: str = "fake") -> Target:
 
 async def learned(server: FakeServer, folder: Path, workload: Workload) -> Dialect:
     async with server.served(folder) as url:
-        return await learn(fake(url), workload, 5.0)
+        return await learn(fake(url), workload, PATIENCE)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,7 @@ async def test_conversations_need_ids_of_answers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("server", [FakeServer(), FakeServer(takes_ids=False), FakeServer(has_completions=False)])
 async def test_turns_follow_each_other(tmp_path: Path, server: FakeServer) -> None:
     async with server.served(tmp_path) as url:
-        dialect = await learn(fake(url), TWO_TURNS, 5.0)
+        dialect = await learn(fake(url), TWO_TURNS, PATIENCE)
         tried = len(server.bodies)
         async with Clients(dialect, TWO_TURNS, 1) as clients:
             await clients.begun()
@@ -108,7 +110,7 @@ async def test_messages_of_a_data_set_go_to_chat(tmp_path: Path) -> None:
     server = FakeServer()
     async with server.served(tmp_path) as url:
         workload = find(str(path))
-        async with Clients(await learn(fake(url), workload, 5.0), workload, 2) as clients:
+        async with Clients(await learn(fake(url), workload, PATIENCE), workload, 2) as clients:
             await clients.begun()
     assert all(body["chat"] and body["messages"][0]["content"] == "2 + 2?" for body in server.bodies)
     assert not any("ignore_eos" in body for body in server.bodies)
@@ -121,7 +123,7 @@ async def test_tokens_between_two_moments(tmp_path: Path, usage: str, per_event:
     server = FakeServer(usage=usage, per_event=per_event, alone=False)
     workload = find("5/36")
     async with server.served(tmp_path, tcp=True) as url:
-        dialect = await learn(fake(url), workload, 5.0)
+        dialect = await learn(fake(url), workload, PATIENCE)
         async with Clients(dialect, workload, 2) as clients:
             await server.until(2)
             clients.log.open = True
@@ -151,7 +153,7 @@ async def test_tokens_between_two_moments(tmp_path: Path, usage: str, per_event:
 
 async def arrived(clients: Clients, events: int) -> None:
     """Wait until clients have seen so many."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while sum(c.events + (c.answer.events if c.answer else 0) for c in clients._clients) < events:
             await asyncio.sleep(0)
 
@@ -168,18 +170,19 @@ async def arrived(clients: Clients, events: int) -> None:
 @pytest.mark.parametrize("sound", [0, 3])
 async def test_faults_are_told_and_end_everything(tmp_path: Path, fault: str, message: str, sound: int) -> None:
     server = FakeServer(fault=fault, sound=sound)
+    silence = 0.3 if fault == "silence" else PATIENCE
     async with server.served(tmp_path) as url:
         with pytest.raises(EndpointError, match=f"{url}: .*{message}"):
-            await measure(fake(url), find("5/50"), 4, seconds=30, settle=0.1, silence=0.3)
+            await measure(fake(url), find("5/50"), 4, seconds=30, settle=0.1, silence=silence)
 
 
 async def test_unknown_models_and_servers_that_are_not_there(tmp_path: Path) -> None:
     async with FakeServer().served(tmp_path) as url:
         with pytest.raises(EndpointError, match=f"{url}: .*HTTP 404: no model other"):
-            await learn(fake(url, "other"), find("5/9"), 5.0)
+            await learn(fake(url, "other"), find("5/9"), PATIENCE)
     for gone in (url, "http://127.0.0.1:1"):
         with pytest.raises(EndpointError, match=f"{gone}: cannot connect"):
-            await learn(fake(gone), find("5/9"), 5.0)
+            await learn(fake(gone), find("5/9"), PATIENCE)
 
 
 async def test_a_connection_that_was_closed_while_idle_is_opened_again(tmp_path: Path) -> None:

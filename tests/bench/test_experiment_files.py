@@ -120,7 +120,6 @@ def test_a_note_of_several_experiments_is_told_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_two_experiments_on_scripts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     models = ["--small", "script:2", "--large", "script:8"]
     quick = ["--seconds", "0.5", "--settle", "0.2", "--learn", "0.5", "--workloads", "20/2000", "--streams", "4"]

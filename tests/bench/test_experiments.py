@@ -26,7 +26,6 @@ def windows(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_algorithms_on_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--experiment", "a", *SCRIPTS, *QUICK, "--streams", "1,2", "--patterns", "r2r-35,r2r-10"]
     only = "trouterd/*/large/*,*/small/*,*/r2r-??/planned/2,std serving/*/r2r-35/*/2,step-synchronous/*,by itself/*/2"
@@ -58,7 +57,6 @@ def test_algorithms_on_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_heads_of_the_demo_pair(tmp_path: Path) -> None:
     """CITER's head really runs in the worker, and its decisions are drawn: 13.5 % of the tokens are the large model's."""
     models = ["--small", "builtin:small", "--large", "builtin:large"]
@@ -75,7 +73,6 @@ def test_heads_of_the_demo_pair(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_wrong_thresholds_and_switching(tmp_path: Path) -> None:
     arguments = [*SCRIPTS, *QUICK, "--patterns", "r2r-35", "--output", str(tmp_path)]
     assert main(["--experiment", "e", *arguments, "--streams", "4", "--only", "*/small/*,*/large/*,*planned*/4"]) == 0

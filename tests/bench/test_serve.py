@@ -13,7 +13,6 @@ from bench.step_tokenizer import write_tokenizer
 from trouterd.demo import LARGE_DIRECTORY, SMALL_DIRECTORY
 
 
-@pytest.mark.timeout(180)
 def test_small_and_routed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--small", str(SMALL_DIRECTORY), "--large", str(LARGE_DIRECTORY), "--device", "cpu", "--streams", "2"]
     arguments += ["--models", "small,routed", "--tokens", "60", "--prompt", "8", "--context", "128"]

@@ -24,7 +24,6 @@ from trouterd.demo import SMALL_DIRECTORY
 from trouterd.settings import load
 from trouterd.worker.gpu_check import Gpu, Host
 
-pytestmark = pytest.mark.timeout(180)
 WANDER = str(Path(__file__).parents[1] / "algorithms" / "wander_tensor.py")
 DEMO = Deployment(
     models=(

@@ -28,7 +28,6 @@ from bench.window import NONCE, Repeat, Window
 from tests.bench.fake_server import FakeServer
 from tests.daemon.instance import scripts
 
-pytestmark = pytest.mark.timeout(180)
 WINDOW = ["--seconds", "0.4", "--settle", "0.1", "--workload", "10/40"]
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -75,9 +75,25 @@ def test_cases(peer: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert not Path(lines[0]["mps"]).exists(), "MPS ends with the peer"
 
 
-def test_what_came_in_time_counts(peer: Path) -> None:
-    write(peer, "time.sleep(600)")
-    assert run(peer, limit=3) == EXPECTED
+def once_there(file: Path) -> type[threading.Timer]:
+    """A timer whose time is over when a file is there."""
+
+    class Timer(threading.Timer):
+        def run(self) -> None:
+            while not file.exists() and not self.finished.wait(0.01):
+                pass
+            if not self.finished.is_set():
+                self.function()
+
+    return Timer
+
+
+def test_what_came_in_time_counts(peer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = peer / "done"
+    write(peer, f"open({str(done)!r}, 'w').close()\ntime.sleep(600)")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Timer", once_there(done))
+        assert run(peer) == EXPECTED
     (peer / "std_serving.py").write_text("import time\ntime.sleep(600)")
     with pytest.raises(PeerError, match=r"std_serving\.py measured nothing within 1 s"):
         run(peer, limit=1)
@@ -126,7 +142,7 @@ class _Models(BaseHTTPRequestHandler):
 def url() -> Iterator[str]:
     _Models.answer = {"data": [{"id": "first"}, {"id": "second"}]}
     with ThreadingHTTPServer(("127.0.0.1", 0), _Models) as server:
-        thread = Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()

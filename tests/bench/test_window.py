@@ -34,7 +34,6 @@ from trouterd.metrics import merge
 from trouterd.worker.observer import LATEST
 from trouterd.worker.stats import Stats
 
-pytestmark = pytest.mark.timeout(180)
 STEP_MS = {"small": 4.0, "large": 12.0}
 
 

@@ -140,7 +140,7 @@ class Gate:
         """The runner's, when the gate is open."""
         if self.steps == self.before:
             self._loop.call_soon_threadsafe(self.reached.set)
-            assert self._opened.wait(20), "nobody opened the gate"
+            assert self._opened.wait(50), "nobody opened the gate"
         self.steps += 1
         return self._runner.step(batch)
 
@@ -177,7 +177,7 @@ def visits(n: int) -> dict[str, Route]:
 
 async def eventually(condition: Callable[[], object]) -> None:
     """Wait for something that has no event."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.001)
 

@@ -203,7 +203,7 @@ async def test_texts_that_wait_for_a_slow_classifier(
     monkeypatch.setattr("trouterd.api.scores.MOST_WAITING", 2)
     door = threading.Event()
     scores = service.services.scores
-    scores._classifiers[params["checkpoint"]] = lambda text: float(door.wait(20))
+    scores._classifiers[params["checkpoint"]] = lambda text: float(door.wait(50))
     async with service.serving(tmp_path) as client:
         waiting = [asyncio.create_task(shares(client, prompt=text)) for text in "xy"]
         await eventually(lambda: scores._waiting == 2)

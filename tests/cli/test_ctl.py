@@ -31,7 +31,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(tmp_path / "d.ctl"))
     listener.listen()
-    listener.settimeout(10)
+    listener.settimeout(50)
     monkeypatch.setenv("TROUTERD_CONTROL", str(tmp_path / "d.ctl"))
 
     def answer(*replies: Reply | None) -> list[Call]:
@@ -253,7 +253,7 @@ def test_top_ends_quietly_with_its_reader(fake: FakeDaemon, tmp_path: Path) -> N
     process = subprocess.Popen(arguments, env=environment(), stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     os.close(reader)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=50)
     assert (process.returncode, errors) == (ctl.EXIT_OK, "")
 
 
@@ -299,7 +299,7 @@ def test_top_on_a_small_terminal(fake: FakeDaemon, tmp_path: Path, term: str) ->
         while piece := os.read(ours, 4096):
             shown += piece
     os.close(ours)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=50)
     assert errors == "trouterctl: the daemon did not answer: it closed the connection\n"
     assert (b"TOKEN/S" in shown) == (term == "dumb")
     assert b"small  2.5" in shown

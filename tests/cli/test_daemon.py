@@ -46,7 +46,7 @@ def test_it_ends_with_a_script_that_is_killed(tmp_path: Path) -> None:
         assert script.stderr is not None
         daemon = os.pidfd_open(int(script.stdout.readline()))
         script.kill()
-        ended, _, _ = select.select([daemon], [], [], 30)
+        ended, _, _ = select.select([daemon], [], [], 50)
         if not ended:
             signal.pidfd_send_signal(daemon, signal.SIGTERM)
         os.close(daemon)

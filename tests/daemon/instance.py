@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from tests.models.tiny import byte_tokenizer
 
 SMALL = b"abcdefghijklmnopqrstuvwxyz"
 LARGE = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-START_TIMEOUT = 60.0
+START_TIMEOUT = 120.0
 
 
 @dataclass
@@ -169,7 +169,7 @@ async def serving(folder: Path, config: str, *flags: str) -> AsyncIterator[Insta
     finally:
         if instance.process.returncode is None:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(30):
                     await instance.stop()
         if instance.process.returncode is None:
             instance.process.kill()
@@ -196,9 +196,17 @@ class Streamed:
 
 
 async def stream(
-    session: aiohttp.ClientSession, model: str = "demo", *, stop_after: int | None = None, **fields: Any
+    session: aiohttp.ClientSession,
+    model: str = "demo",
+    *,
+    stop_after: int | None = None,
+    begun: asyncio.Event | None = None,
+    **fields: Any,
 ) -> Streamed:
-    """One streamed completion, to its end or until `stop_after` characters have come (then the client goes away)."""
+    """One streamed completion, to its end or until `stop_after` characters have come (then the client goes away).
+
+    `begun`: set when the first ones have.
+    """
     body = {"model": model, "prompt": "x", "max_tokens": 64, "temperature": 0, "ignore_eos": True, "stream": True}
     body |= {"stream_options": {"include_usage": True}} | fields
     seen = Streamed()
@@ -218,6 +226,8 @@ async def stream(
             for choice in event.get("choices", []):
                 seen.text += choice["text"]
                 seen.finish = choice["finish_reason"] or seen.finish
+            if begun is not None and seen.text:
+                begun.set()
             if stop_after is not None and len(seen.text) >= stop_after:
                 answer.close()
                 break
@@ -233,16 +243,13 @@ def alive(pid: int) -> bool:
     return fields[0] not in "ZX"
 
 
-async def gone(pids: list[int], seconds: float) -> bool:
-    """Whether all processes end within that time."""
-    deadline = asyncio.get_running_loop().time() + seconds
-    while asyncio.get_running_loop().time() < deadline:
-        if not any(alive(pid) for pid in pids):
-            return True
-        await asyncio.sleep(0.02)
-    return False
+async def gone(pids: Iterable[int]) -> None:
+    """Wait for the end of all processes."""
+    async with asyncio.timeout(30):
+        while any(map(alive, pids)):
+            await asyncio.sleep(0.02)
 
 
-def shared_segments() -> set[str]:
-    """Names of our segments in shared memory."""
-    return {path.name for path in Path("/dev/shm").glob("trouterd-*")}  # noqa: S108
+def shared_segments(daemon: Instance) -> list[str]:
+    """Names in shared memory that a daemon has made; those of other tests come and go."""
+    return [path.name for path in Path("/dev/shm").glob(f"trouterd-*-{daemon.process.pid}-*")]  # noqa: S108

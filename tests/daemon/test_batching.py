@@ -3,63 +3,49 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from pathlib import Path
-from typing import Any
+
+import aiohttp
 
 from tests.daemon.instance import Instance, expected, scripts, serving, stream
-from trouterd.control import Call, Reply, pack_frame, read_frame
+from tests.daemon.link import Link
 
 STREAMS = 100
 TOKENS = 64
 
 
-class Link:
-    """A control connection: faster than one trouterctl for every call, so that streams are still under way."""
+LISTS = [[1, 2, 3, 4, 5, 6, 7, 8], [1, 1, 1, 2], [1, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10, 12]]
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
 
-    @classmethod
-    async def open(cls, instance: Instance) -> Link:
-        return cls(*await asyncio.open_unix_connection(str(instance.control)))
+async def in_force(link: Link, thresholds: list[int]) -> None:
+    """Put a list into force and wait until it is; a worker that is late to answer applies it later."""
+    assert not (await link.set("models.large.thresholds", thresholds)).error
+    async with asyncio.timeout(30):
+        while (await link.model("large"))["thresholds"] != thresholds:
+            await asyncio.sleep(0.01)
 
-    async def call(self, verb: str, **args: Any) -> Reply:
-        self.writer.write(pack_frame(Call(id=1, verb=verb, args=args)))
-        reply = await read_frame(self.reader)
-        assert isinstance(reply, Reply)
-        return reply
 
-    async def set(self, key: str, value: Any) -> Reply:
-        return await self.call("set", key=key, value=value)
-
-    async def large(self) -> dict[str, Any]:
-        """What the large model launches by."""
-        shown: dict[str, Any] = (await self.call("batching")).result["models"]["large"]
-        return shown
+async def client(session: aiohttp.ClientSession, over: asyncio.Event) -> None:
+    """Streams, one after the other, each of them whole."""
+    while not over.is_set():
+        answer = await stream(session, max_tokens=TOKENS)
+        assert (answer.text, answer.finish, answer.done) == (expected(TOKENS), "length", True)
 
 
 async def test_lists_change_while_a_hundred_streams_run(tmp_path: Path) -> None:
     async with serving(tmp_path, scripts(tmp_path, delay_ms=1.0, large_delay_ms=4.0)) as instance:
         link = await Link.open(instance)
         async with instance.session() as session:
-            streams = [asyncio.create_task(stream(session, max_tokens=TOKENS)) for _ in range(STREAMS)]
-            while (await link.large())["active"] < STREAMS // 2:
+            over = asyncio.Event()
+            clients = [asyncio.create_task(client(session, over)) for _ in range(STREAMS)]
+            while (await link.model("large"))["active"] < STREAMS // 2:
                 await asyncio.sleep(0.01)
             assert not (await link.set("batching.mode", "manual")).error
-            lists = itertools.cycle([[1, 2, 3, 4, 5, 6, 7, 8], [1, 1, 1, 2], [1, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10, 12]])
-            changes = 0
-            while not any(task.done() for task in streams):
-                wanted = next(lists)
-                assert not (await link.set("models.large.thresholds", wanted)).error
-                assert (await link.large())["thresholds"] == wanted
-                changes += 1
-            assert changes > 3
-            answers = await asyncio.gather(*streams)
-            assert {(answer.text, answer.finish, answer.done) for answer in answers} == {
-                (expected(TOKENS), "length", True)
-            }
-            assert (await link.large())["reasons"]["threshold"] > 0
+            for wanted in LISTS * 2:
+                await in_force(link, wanted)
+            over.set()
+            await asyncio.gather(*clients)
+            assert (await link.model("large"))["reasons"]["threshold"] > 0
             async with session.get("/metrics") as answer:
                 metrics = await answer.text()
         assert 'trouterd_batching_launches_total{model="large",reason="threshold"}' in metrics
@@ -74,7 +60,7 @@ async def test_lists_change_while_a_hundred_streams_run(tmp_path: Path) -> None:
 async def refusals(link: Link) -> None:
     """Invalid lists: the reason is given, and the old one stays."""
     before = [1, 2, 3, 4]
-    assert not (await link.set("models.large.thresholds", before)).error
+    await in_force(link, before)
     for key, value, words in (
         ("models.large.thresholds", [2], "2 for 1 active requests"),
         ("models.large.thresholds", [1, 0], "expected int >= 1"),
@@ -83,7 +69,7 @@ async def refusals(link: Link) -> None:
         reply = await link.set(key, value)
         assert reply.refused
         assert words in reply.error
-    assert (await link.large())["thresholds"] == before
+    assert (await link.model("large"))["thresholds"] == before
 
 
 async def commands(instance: Instance) -> None:

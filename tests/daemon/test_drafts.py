@@ -6,11 +6,8 @@ import asyncio
 from pathlib import Path
 
 import aiohttp
-import pytest
 
 from tests.daemon.instance import complete, serving, stream
-
-pytestmark = pytest.mark.timeout(120)
 
 CONFIG = """
 [models.small]

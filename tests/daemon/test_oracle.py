@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -21,8 +20,6 @@ from tests.algorithms.heads import confidence_net, write_confidence, write_defer
 from tests.algorithms.reference import First, Rule, Trace
 from tests.daemon.instance import complete, serving
 from tests.models.tiny import EOS, tiny_llama, tiny_qwen3
-
-pytestmark = pytest.mark.timeout(180)
 
 VOCAB = 258
 """Ids of the tokenizer; the models have two rows more."""

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import itertools
 import os
 import signal
+import struct
 import time
 from pathlib import Path
 
 import aiohttp
-import pytest
 
 from tests.daemon.instance import Instance, complete, expected, gone, scripts, serving, stream
-from tests.daemon.test_batching import Link
+from tests.daemon.link import Link
+from trouterd.supervisor.process import process_state
 
-pytestmark = pytest.mark.timeout(120)
 TURNS = "overlap = false\nmode = 'eager'"
+FLOCK = "hhqqi"
+"""Of struct flock: type, whence, start, length, pid."""
 SLACK = 1e-3
 """Seconds by which two processes may be told of the same moment apart."""
 
@@ -71,15 +74,39 @@ async def test_turns_outlive_every_process(tmp_path: Path) -> None:
         assert await daemon.stop() == 0
 
 
+def whose_turn(daemon: Instance) -> int:
+    """The process that has the turn; 0: nobody."""
+    for link in Path(f"/proc/{daemon.process.pid}/fd").iterdir():
+        if "turns of trouterd" in os.readlink(link):  # noqa: PTH115 - a magic link, not a path
+            file = os.open(link, os.O_RDWR)
+            asked = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
+            kind, *_, pid = struct.unpack(FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+            os.close(file)
+            return 0 if kind == fcntl.F_UNLCK else int(pid)
+    raise AssertionError("no file of turns")
+
+
+async def stop_in_its_turn(daemon: Instance, pid: int) -> None:
+    """SIGSTOP for a worker while it has the turn."""
+    async with asyncio.timeout(30):
+        while True:
+            if whose_turn(daemon) == pid:
+                os.kill(pid, signal.SIGSTOP)
+                while process_state(pid) != "T":
+                    await asyncio.sleep(0.001)
+                if whose_turn(daemon) == pid:
+                    return
+                os.kill(pid, signal.SIGCONT)
+            await asyncio.sleep(0.001)
+
+
 async def test_a_turn_that_is_never_given_back_does_not_keep_the_daemon(tmp_path: Path) -> None:
     """Its worker is stopped in it: the others wait, a kill lets them go on, and the daemon ends in time."""
     config = scripts(tmp_path, delay_ms=50.0, batching=TURNS, server="drain_timeout = 1.0")
     async with serving(tmp_path, config) as daemon, daemon.session(force_close=True) as session:
         pids = await daemon.pids()
-        first = asyncio.create_task(stream(session, "large", max_tokens=64))
-        while not (await daemon.workers())["large"]["steps"]:
-            await asyncio.sleep(0.01)
-        os.kill(pids["large"], signal.SIGSTOP)
+        first = asyncio.create_task(stream(session, "large", max_tokens=1000))
+        await stop_in_its_turn(daemon, pids["large"])
         second = asyncio.create_task(complete(session, "small", max_tokens=4))
         await daemon.logged("large", "has not answered")
         assert not second.done()
@@ -88,12 +115,10 @@ async def test_a_turn_that_is_never_given_back_does_not_keep_the_daemon(tmp_path
         assert (await second)[0] == 200
         await daemon.ready()
         pids = await daemon.pids()
-        last = asyncio.create_task(stream(session, "large", max_tokens=64))
-        while not (await daemon.workers())["large"]["steps"]:
-            await asyncio.sleep(0.01)
-        os.kill(pids["large"], signal.SIGSTOP)
+        last = asyncio.create_task(stream(session, "large", max_tokens=1000))
+        await stop_in_its_turn(daemon, pids["large"])
         assert await daemon.stop() == 1
-        assert await gone([*pids.values()], 5.0)
+        await gone(pids.values())
         await asyncio.gather(last, return_exceptions=True)
 
 

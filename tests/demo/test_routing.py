@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import pytest
 import torch
 
 from models.tokenizer import Tokenizer
@@ -34,7 +33,6 @@ def runner(directory: Path, vocabulary: int) -> TorchRunner:
     )
 
 
-@pytest.mark.timeout(300)
 async def test_entropy_routing_is_within_a_point_of_the_large_model() -> None:
     tokenizer = Tokenizer.load(SMALL_DIRECTORY)
     config = load(ROOT / "trouterd.toml", {})

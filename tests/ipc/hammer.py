@@ -16,7 +16,7 @@ from ipc.layout import RingSpec
 from ipc.ring import RingConsumer, RingProducer
 from ipc.segment import SharedSegment
 
-WAIT = 1000  # ms
+WAIT = 10_000  # ms
 
 
 def produce(segment: SharedSegment, data: int, core: str) -> None:

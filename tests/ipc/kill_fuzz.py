@@ -31,6 +31,7 @@ from tests.ipc.rings import load_variant
 SPEC = RingSpec(ring_id=1 << 32 | 2, capacity=1 << 16, max_record=1 << 12, checksum=True)
 BATCH = 16
 PERIOD = 250  # ms, as the readers' rescue timer
+LATE = 20.0  # seconds after which a wake is lost
 LOG_WORDS = 1 << 21
 MIN_LIFE, MAX_LIFE = 0.001, 0.02  # seconds
 
@@ -118,8 +119,8 @@ class Fuzz:
         for _ in range(self.kills):
             pid = self.fork(self.random.randrange(120 if self.point == "store" else 30))
             pidfd = os.pidfd_open(pid)
-            # A victim that kills itself gets time to reach its point; most need far less.
-            life = 1.0 if self.point else self.random.uniform(MIN_LIFE, MAX_LIFE)
+            # A victim that kills itself gets time to reach its point, also where it hardly gets a core.
+            life = 50.0 if self.point else self.random.uniform(MIN_LIFE, MAX_LIFE)
             self.serve(pidfd, time.monotonic() + life)
             os.kill(pid, signal.SIGKILL)
             status = os.waitpid(pid, 0)[1]
@@ -185,9 +186,16 @@ class ProducerFuzz(Fuzz):
                 if not self.sleep(self.data, pidfd, deadline):
                     return
                 if consumer.pending and not self.is_set():
-                    # A late wake is not a lost one: only a second period without it counts.
-                    self.sleep(self.data, pidfd, time.monotonic() + PERIOD / 1000)
-                    self.counts["timer_rescues"] += consumer.pending > 0 and not self.is_set() and self.alive(pidfd)
+                    self.counts["timer_rescues"] += self.is_lost(pidfd)
+
+    def is_lost(self, pidfd: int) -> bool:
+        """Whether a wake does not come, however long a producer that lives gets no core."""
+        end = time.monotonic() + LATE
+        while missing := self.consumer.pending > 0 and not self.is_set() and self.alive(pidfd):
+            if time.monotonic() > end:
+                break
+            self.sleep(self.data, pidfd, end)
+        return missing
 
     def is_set(self) -> bool:
         """Whether the consumer's wake has arrived or is not wanted any more."""

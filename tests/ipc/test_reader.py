@@ -25,7 +25,7 @@ from ipc.writer import RingWriter
 from tests.ipc.rings import Ring
 
 LOOPS = (asyncio.new_event_loop, uvloop.new_event_loop)
-LIMIT = 20  # seconds; only a broken reader comes near it
+LIMIT = 50  # seconds; only a broken reader comes near it
 Run = Callable[[Callable[[], Awaitable[None]]], None]
 
 
@@ -394,7 +394,6 @@ uvloop.run(main(float(sys.argv[1])))
 """
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("seconds", [3, pytest.param(60, marks=pytest.mark.slow)])
 def test_idle_rings_leave_the_process_asleep(seconds: int) -> None:
     """Six rings in each direction: their rescue timers share the loop's wake-ups."""

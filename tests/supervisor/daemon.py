@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import signal
 import socket
 import subprocess
@@ -17,19 +18,25 @@ from trouterd.config import Config, Model, Route, Server, Supervision
 from trouterd.control import Call, Reply, pack_frame, receive_frame
 from trouterd.interpreter import environment, module_command
 
-PATIENCE = 20.0
+PATIENCE = 50.0
 """Seconds after which a test gives up waiting; not a measure of speed."""
 
 
 def toy_config(folder: Path, **models: str) -> Config:
-    """Workers by name and mode; the route `r` has one threshold."""
+    """Workers by name and mode; the route `r` has one threshold. Nobody stalls for being slow: see `stalls`."""
     models = models or {"small": "ok"}
     return Config(
         server=Server(socket=str(folder / "api.sock"), control=str(folder / "api.ctl")),
-        supervision=Supervision(heartbeat_interval=0.05, peer_stall=0.5, restart_backoff=0.05),
+        supervision=Supervision(heartbeat_interval=0.05, peer_stall=PATIENCE, restart_backoff=0.05),
         models={name: Model(path=mode) for name, mode in models.items()},
         routes={"r": Route(models=list(models), params={"threshold": 0.3})},
     )
+
+
+def stalls(config: Config) -> Config:
+    """The same for a test that waits until a child counts as stalled."""
+    supervision = msgspec.structs.replace(config.supervision, peer_stall=0.5)
+    return msgspec.structs.replace(config, supervision=supervision)
 
 
 def gpu_config(folder: Path, **models: str) -> Config:
@@ -40,9 +47,22 @@ def gpu_config(folder: Path, **models: str) -> Config:
 
 
 class Daemon:
-    """Started at once; `wait_ready` returns when it says READY=1. Ended, if need be, at `close`."""
+    """Started at once; `wait_ready` returns when it says READY=1. Ended, if need be, at `close`.
 
-    def __init__(self, config: Config, folder: Path, *, launcher: Callable[[list[str]], list[str]] = list, **env: str):
+    `scrape`: seconds that children get to answer for the status and for changes; short for a test in which one never does.
+    `forced`: seconds that workers get to end at once.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        *,
+        launcher: Callable[[list[str]], list[str]] = list,
+        scrape: float = PATIENCE,
+        forced: float = 10.0,
+        **env: str,
+    ):
         self.config = config
         self.file = folder / "config.json"
         self.file.write_bytes(msgspec.json.encode(config))
@@ -50,11 +70,11 @@ class Daemon:
         address = folder / "notify"
         address.unlink(missing_ok=True)
         self.notify.bind(str(address))
-        self.notify.settimeout(0.05)
+        self.notify.setblocking(False)
         self.lines: list[str] = []
         self.log_file = folder / "log"
         self.log_file.touch()
-        command = launcher(module_command("tests.supervisor.host", str(self.file)))
+        command = launcher(module_command("tests.supervisor.host", str(self.file), str(scrape), str(forced)))
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
                 command, stderr=log, env=environment(NOTIFY_SOCKET=str(address), **env), close_fds=False
@@ -69,7 +89,7 @@ class Daemon:
         try:
             while True:
                 self.lines += self.notify.recv(4096).decode().split("\n")
-        except TimeoutError:
+        except BlockingIOError:
             return self.lines
 
     def wait_for(self, condition: Callable[[], Any], what: str) -> Any:
@@ -78,7 +98,8 @@ class Daemon:
         while not (value := condition()):
             if time.monotonic() > deadline:
                 raise AssertionError(f"never happened: {what}\n{self.log}")
-            self.notifications()  # waits a little for news
+            select.select([self.notify], [], [], 0.05)  # waits a little for news
+            self.notifications()
         return value
 
     def wait_ready(self) -> Daemon:
@@ -119,12 +140,12 @@ class Daemon:
     def child_pids(self) -> list[int]:
         return [process["pid"] for process in self.status()["processes"]]
 
-    def open_request(self, seconds: float) -> socket.socket:
-        """A request that the toy api has started to answer."""
+    def open_request(self) -> socket.socket:
+        """A request that the toy api has started to answer; it does until `finish`."""
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         link.settimeout(PATIENCE)
         link.connect(self.config.server.socket)
-        link.sendall(f"{seconds}\n".encode())
+        link.sendall(b"begin\n")
         with link.makefile("rb", buffering=0) as lines:
             assert lines.readline() == b"started\n"
         return link
@@ -151,7 +172,13 @@ def alive(pid: int) -> bool:
 
 
 def finish(link: socket.socket) -> bytes:
-    """What a request got after `started`."""
+    """Let a request end; what it got after `started`."""
+    link.sendall(b"end\n")
+    return rest(link)
+
+
+def rest(link: socket.socket) -> bytes:
+    """What a request gets after `started`."""
     with link:
         data = b""
         while piece := link.recv(64):
@@ -159,6 +186,6 @@ def finish(link: socket.socket) -> bytes:
         return data
 
 
-def segments() -> list[str]:
-    """Names in /dev/shm that a daemon of this user could have left."""
-    return [path.name for path in SHM_FOLDER.glob("trouterd-*")]
+def segments(pid: int) -> list[str]:
+    """Names in shared memory that the daemon with this process id has made; those of other tests come and go."""
+    return [path.name for path in SHM_FOLDER.glob(f"trouterd-*-{pid}-*")]

@@ -24,7 +24,7 @@ async def run(control: Control) -> int:
 
 
 class Api:
-    """Each connection sends seconds and gets `done` after them; `error` when it is cut off."""
+    """Each connection sends a line and gets `started`, sends another one and gets `done`; `error` when it is cut off."""
 
     def __init__(self, control: Control) -> None:
         self.control = control
@@ -55,9 +55,9 @@ class Api:
         self.open.add(task)
         self.idle.clear()
         try:
-            seconds = float(await reader.readline())
+            await reader.readline()
             writer.write(b"started\n")
-            await asyncio.sleep(seconds)
+            await reader.readline()
             writer.write(b"done\n")
         except asyncio.CancelledError:
             writer.write(b"error\n")
@@ -87,14 +87,15 @@ class Api:
 
 
 class Worker:
-    """Model path: ok, fatal:WORDS, raise:WORDS, silent (never ready), waits:SECONDS (for others, as it says), native (holds the
-    GIL), step (an endless step), or gpu:NAME=NUMBER,... for a model on a GPU (`sizes`)."""
+    """Model path: ok, fatal:WORDS, raise:WORDS, silent (never ready), waits (for others, as it says, until it is told to go on),
+    native (holds the GIL), step (an endless step), or gpu:NAME=NUMBER,... for a model on a GPU (`sizes`)."""
 
     def __init__(self, control: Control) -> None:
         self.control = control
         self.threshold = control.config.routes["r"].params["threshold"] if control.config.routes else None
         self.flushed = 0
         self.step_started = 0.0
+        self.told = asyncio.Event()
         control.pong_stats = lambda: (7, time.monotonic() - self.step_started if self.step_started else 0.0)
         control.handlers |= {
             "status": self.status,
@@ -102,6 +103,7 @@ class Worker:
             "set": self.set,
             "metrics": self.metrics,
             "flush-cache": self.flush,
+            "go-on": self.go_on,
         }
 
     async def run(self) -> int:
@@ -124,7 +126,7 @@ class Worker:
                 return 1
         if mode == "waits":
             self.control.waits(True)
-            await asyncio.sleep(float(words))
+            await self.told.wait()
             self.control.waits(False)
         if mode != "silent":
             self.control.ready(detail)
@@ -149,7 +151,8 @@ class Worker:
             kv_bytes_per_token=int(wanted["kv"]),
         )
         claim = Claim(footprint=footprint, page_size=1, context=int(wanted["context"]), most=1 << 20)
-        await asyncio.sleep(wanted["delay"])
+        if wanted["after"]:
+            await self.end_of(int(wanted["after"]))
         if wanted["dies"] >= self.control.boot.epoch:
             os._exit(9)
         if wanted["dies_waiting"] >= self.control.boot.epoch:
@@ -157,6 +160,15 @@ class Worker:
         tokens = await agree(self.control, claim, lambda: {0: Memory(total=1000, free=int(1000 - taken))})
         environ = {name: value for name, value in os.environ.items() if name.startswith("CUDA_")}
         return {"kv_tokens": tokens, "environ": environ}
+
+    async def end_of(self, epoch: int) -> None:
+        """Wait until another one's process of this epoch has ended."""
+        ended = asyncio.Event()
+        self.control.on_peer_state(lambda s: ended.set() if s.state == "down" and s.epoch >= epoch else None)
+        await ended.wait()
+
+    async def go_on(self, args: dict[str, Any]) -> None:
+        self.told.set()
 
     async def status(self, args: dict[str, Any]) -> dict[str, Any]:
         return {"threshold": self.threshold, "config": self.control.config.server.drain_timeout}
@@ -182,7 +194,7 @@ class Worker:
 def sizes(path: str) -> dict[str, float]:
     """What a path such as gpu:weights=40,kv=2 says, with a default for all that it leaves out."""
     pairs = dict(pair.split("=") for pair in path.partition("gpu:")[2].split(",") if pair)
-    names = ("weights", "graphs", "workspace", "delay", "dies", "dies_waiting")
+    names = ("weights", "graphs", "workspace", "after", "dies", "dies_waiting")
     return (
         dict.fromkeys(names, 0.0) | {"kv": 1.0, "context": 1.0} | {name: float(value) for name, value in pairs.items()}
     )

@@ -70,7 +70,7 @@ def test_supervisor_itself_obeys_live_keys(start: Start) -> None:
 
 
 def test_stopped_worker_gets_a_change_later(start: Start) -> None:
-    daemon = start(small="ok", large="ok").wait_ready()
+    daemon = start(small="ok", large="ok", options={"scrape": 2.0}).wait_ready()
     pid = daemon.child("large")["pid"]
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -178,7 +178,7 @@ def test_foreign_bytes_close_one_connection_only(start: Start) -> None:
 
 
 def test_caller_that_is_gone_before_its_answer(start: Start) -> None:
-    daemon = start().wait_ready()
+    daemon = start(options={"scrape": 2.0}).wait_ready()
     pid = daemon.child("small")["pid"]
     os.kill(pid, signal.SIGSTOP)  # the answer takes as long as a call to a child may
     try:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from tests.supervisor.conftest import Start
-from tests.supervisor.daemon import Daemon, alive, gpu_config
+from tests.supervisor.daemon import PATIENCE, Daemon, alive, gpu_config
 from trouterd.config import Config, Gpu, Model, Server
 from trouterd.demo import LARGE_DIRECTORY, SMALL_DIRECTORY
 from trouterd.supervisor import mps
@@ -31,7 +31,7 @@ def mps_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
-    monkeypatch.setattr(mps, "PATIENCE", 2.0)
+    monkeypatch.setattr(mps, "PATIENCE", PATIENCE)
     yield program
     if pid := daemon_pid(tmp_path):
         os.kill(pid, signal.SIGKILL)
@@ -188,15 +188,15 @@ async def test_no_daemon_where_none_is_asked_for(tmp_path: Path) -> None:
 
 
 async def test_daemon_that_does_not_quit_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mps, "PATIENCE", 0.3)
     monkeypatch.setenv("FAKE_MPS", "stubborn")
     small = on_gpu(SMALL_DIRECTORY)
     one = Mps(shared(tmp_path, small=small, twin=small), os.environ)
     await one.start()
     pid = daemon_pid(tmp_path)
     assert alive(pid)
+    monkeypatch.setattr(mps, "PATIENCE", 0.3)
     await one.stop()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE):
         while alive(pid):
             await asyncio.sleep(0.01)
 
@@ -204,7 +204,13 @@ async def test_daemon_that_does_not_quit_is_killed(tmp_path: Path, monkeypatch: 
 async def test_daemon_that_does_not_answer_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mps, "PATIENCE", 0.3)
+    answers = Mps._answers
+
+    async def once_started(one: Mps) -> bool:
+        monkeypatch.setattr(mps, "PATIENCE", 0.3)
+        return await answers(one)
+
+    monkeypatch.setattr(Mps, "_answers", once_started)
     monkeypatch.setenv("FAKE_MPS", "mute")
     small = on_gpu(SMALL_DIRECTORY)
     assert await variables(shared(tmp_path, small=small, twin=small)) == {"small": {}, "twin": {}}

@@ -11,17 +11,15 @@ import msgspec
 import pytest
 
 from tests.supervisor.conftest import Start
-from tests.supervisor.daemon import Daemon, finish, toy_config
-
-LONG = 600.0
-"""Seconds of a request that only a forced stop ends within a test."""
+from tests.supervisor.daemon import Daemon, finish, rest, stalls, toy_config
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_drains(start: Start, number: signal.Signals) -> None:
     daemon = start().wait_ready()
-    running = [daemon.open_request(0.5) for _ in range(2)]
+    running = [daemon.open_request() for _ in range(2)]
     daemon.signal(number)
+    daemon.wait_log(f"{number.name}: draining")
     assert [finish(link) for link in running] == [b"done\n", b"done\n"]
     assert daemon.wait() == 0
     assert "STOPPING=1" in daemon.notifications()
@@ -31,36 +29,46 @@ def test_signal_drains(start: Start, number: signal.Signals) -> None:
 
 def test_second_signal_forces(start: Start) -> None:
     daemon = start().wait_ready()
-    link = daemon.open_request(LONG)
+    link = daemon.open_request()
     daemon.signal(signal.SIGTERM)
     daemon.wait_log("SIGTERM: draining")
     daemon.signal(signal.SIGTERM)
-    assert finish(link) == b"error\n", "the client is told"
+    assert rest(link) == b"error\n", "the client is told"
+    assert daemon.wait() == 1
+
+
+def test_clients_are_told_however_little_time_workers_get(start: Start) -> None:
+    daemon = start(options={"forced": 0.0}).wait_ready()
+    link = daemon.open_request()
+    daemon.signal(signal.SIGTERM)
+    daemon.wait_log("SIGTERM: draining")
+    daemon.signal(signal.SIGTERM)
+    assert rest(link) == b"error\n"
     assert daemon.wait() == 1
 
 
 def test_drain_timeout_cuts_off(start: Start, tmp_path: Path) -> None:
     config = toy_config(tmp_path)
-    server = msgspec.structs.replace(config.server, drain_timeout=0.5)
+    server = msgspec.structs.replace(config.server, drain_timeout=4.0)
     daemon = start(msgspec.structs.replace(config, server=server)).wait_ready()
-    link = daemon.open_request(LONG)
+    link = daemon.open_request()
     daemon.signal(signal.SIGTERM)
-    assert finish(link) == b"error\n"
+    assert rest(link) == b"error\n"
     assert daemon.wait() == 1
     assert "1 answer was cut off" in daemon.log
 
 
 def test_drain_by_control_socket(start: Start) -> None:
     daemon = start().wait_ready()
-    link = daemon.open_request(0.3)
+    link = daemon.open_request()
     reply = daemon.ask("drain")
     assert reply.result == {"state": "draining", "drain_timeout": 30.0}
     assert finish(link) == b"done\n"
     assert daemon.wait() == 0
 
 
-def test_stuck_worker_does_not_hold_up_the_end(start: Start) -> None:
-    daemon = start(small="ok", stuck="native").wait_ready()
+def test_stuck_worker_does_not_hold_up_the_end(start: Start, tmp_path: Path) -> None:
+    daemon = start(stalls(toy_config(tmp_path, small="ok", stuck="native")), options={"scrape": 0.2}).wait_ready()
     daemon.wait_for(lambda: daemon.child("stuck")["state"] == "stalled", "the native call holds the GIL")
     daemon.signal(signal.SIGTERM)
     assert daemon.wait() == 0
@@ -71,7 +79,7 @@ def test_answers_do_not_wait_for_what_starts(start: Start) -> None:
     daemon = start(small="ok", large="silent")
     daemon.wait_log("large started")
     daemon.wait_for(lambda: daemon.child("small")["state"] == "up" and daemon.child("api")["state"] == "up", "ready")
-    link = daemon.open_request(1.0)
+    link = daemon.open_request()
     daemon.signal(signal.SIGTERM)
     daemon.wait_for(lambda: daemon.child("large")["state"] == "down", "end of the starting one")
     assert daemon.child("small")["state"] == "up"
@@ -99,7 +107,7 @@ def test_drained_daemon_leaves_a_socket_that_another_one_put_there(start: Start)
 
 def test_dead_children_stay_dead_while_draining(start: Start) -> None:
     daemon: Daemon = start().wait_ready()
-    link = daemon.open_request(1.0)
+    link = daemon.open_request()
     pid = daemon.child("small")["pid"]
     daemon.signal(signal.SIGTERM)
     daemon.wait_log("SIGTERM: draining")

@@ -59,7 +59,7 @@ def test_inherited_sockets_are_served_and_kept(
 
     daemon = start(options={"launcher": activate}).wait_ready()
     assert daemon.status()["addresses"] == [f"unix:{daemon.config.server.socket}"]
-    assert finish(daemon.open_request(0.0)) == b"done\n"
+    assert finish(daemon.open_request()) == b"done\n"
     daemon.signal(signal.SIGTERM)
     assert daemon.wait() == 0
     for path in (daemon.config.server.socket, daemon.config.server.control):

@@ -183,7 +183,7 @@ def test_role_that_ignores_the_end_is_ended(tmp_path: Any) -> None:
     process, link = spawn("stubborn", code, tmp_path)
     with link:
         assert link.recv(4) != b""
-    assert process.wait(20) == 0
+    assert process.wait(50) == 0
 
 
 def test_threads_in_native_calls_do_not_hold_up_the_exit(tmp_path: Any) -> None:
@@ -195,7 +195,7 @@ def test_threads_in_native_calls_do_not_hold_up_the_exit(tmp_path: Any) -> None:
     )
     process, link = spawn("sleeper", code, tmp_path)
     with link:
-        assert process.wait(20) == 5
+        assert process.wait(50) == 5
 
 
 def test_child_without_its_parent_ends(tmp_path: Any) -> None:

@@ -178,7 +178,7 @@ async def test_pools_that_are_full_of_requests_for_each_other() -> None:
     }
     sampling = {"max_tokens": 30, "ignore_eos": True}
     async with cluster(routes, num_pages=16, max_batch_tokens=64).running() as workers:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             pairs = [workers.submit(route, [i] * 20, **sampling)[1] for i in range(4) for route in routes]
             await asyncio.gather(*(answer.done.wait() for answer in pairs))
         await workers.settled()
@@ -229,7 +229,7 @@ async def test_nothing_provisional_is_streamed() -> None:
         workers.accept = lambda _, target, message: not (target == 1 and hasattr(message, "handoff_seq"))
         rid, answer = workers.submit("demo", PROMPT, max_tokens=12, ignore_eos=True)
         small = workers.workers["small"]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while small.stats.drafted != 12:
                 await asyncio.sleep(0)
         assert small.requests[rid].output_length == 0

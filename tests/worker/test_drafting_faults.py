@@ -34,7 +34,7 @@ def is_visit(target: int, message: Message) -> bool:
 
 
 async def eventually(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.001)
 

@@ -50,7 +50,7 @@ def handoffs_from(source: int) -> Callable[[int, int, Message], bool]:
 
 
 async def eventually(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -323,7 +323,7 @@ async def test_visitor_that_cannot_get_room_is_refused() -> None:
     settings = {"page_size": 4, "context_length": 64, "num_pages": 16}
     async with pair("every_n", small=settings, large=settings, shape="block", n=2).running() as cluster:
         answers = [cluster.submit(route, [i] * 20, max_tokens=30)[1] for i in range(4) for route in ("demo", "back")]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             await asyncio.gather(*(a.done.wait() for a in answers))
         for i, answer in enumerate(answers):
             check_writers(answer, (LARGE, SMALL) if i % 2 else (SMALL, LARGE))

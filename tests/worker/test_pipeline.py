@@ -24,7 +24,7 @@ from tests.worker.lookup_rows import device_runner
 from tests.worker.resident import FakeResident
 from tests.worker.test_oracle import MODELS, PROMPT
 from trouterd.config import Route
-from trouterd.worker import pipeline
+from trouterd.worker import pace, pipeline
 from trouterd.worker.gauges import gauges
 from trouterd.worker.pipeline import PipelinedStepper
 from trouterd.worker.synchronous import SynchronousStepper
@@ -63,7 +63,7 @@ def pair(small: Any, large: Any, algorithm: str, route: dict[str, Any] | None = 
 
 
 async def eventually(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0)
 
@@ -105,6 +105,7 @@ async def test_a_launch_that_takes_long_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     device = FakeResident(scripted(SMALL))
+    monkeypatch.setattr(pipeline, "SLOW_LAUNCH", 600.0)
     with caplog.at_level("INFO"):
         async with alone(device).running() as cluster:
             await cluster.generate("small", [1] * 20, max_tokens=2)
@@ -557,9 +558,10 @@ async def test_progress_names_the_step_that_runs() -> None:
         assert stepper.steps == 5
 
 
-async def test_waiting_for_a_long_step_takes_no_cpu_and_hears_messages_at_once() -> None:
-    """After steps of 20 ms the loop sleeps through most of the next one, but not through an abort."""
-    device = Held(scripted(SMALL), seconds=0.2)
+async def test_waiting_for_a_long_step_takes_no_cpu_and_hears_messages_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After steps of minutes the loop sleeps through most of the next one, but not through an abort."""
+    monkeypatch.setattr(pace, "MOST_NAP", 600.0)
+    device = Held(scripted(SMALL), seconds=200.0)
     async with alone(device).running() as cluster:
         worker = cluster.workers["small"]
         rid, _ = cluster.submit("small", [1, 2], max_tokens=50)
@@ -577,9 +579,7 @@ async def test_waiting_for_a_long_step_takes_no_cpu_and_hears_messages_at_once()
         await asyncio.sleep(0.05)
         assert polls < 10
         cluster.abort(rid, "small")
-        async with asyncio.timeout(0.05):
-            while worker.requests:
-                await asyncio.sleep(0.001)
+        await eventually(lambda: not worker.requests)
         device.allowed = 100
 
 

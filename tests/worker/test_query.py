@@ -61,7 +61,7 @@ def handoffs_from(source: int) -> Callable[[int, int, Message], bool]:
 
 
 async def eventually(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.001)
 

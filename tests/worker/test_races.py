@@ -44,7 +44,7 @@ def check_writers(answer: Answer, tokens: int) -> None:
 
 
 async def eventually(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.001)
 

@@ -157,7 +157,7 @@ async def storm(algorithm: tuple[int, str, dict[str, Any]], shape: dict[str, Any
     jobs = [job(cluster, dice) for _ in range(dice.randint(4, 24))]
     try:
         await network.storm(jobs, turns=150)
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(30):
             await network.calm()
     finally:
         note(" ".join(network.events))

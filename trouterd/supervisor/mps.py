@@ -7,6 +7,7 @@ part of the multiprocessors.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -123,7 +124,8 @@ class Mps:
 
         if not await _happens(gone) and (pid := self._daemon_pid()):
             log.warning("gpu.mps: the MPS daemon (pid %d) does not quit; killing it", pid)
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it does, at last
+                os.kill(pid, signal.SIGKILL)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _answers(self) -> bool:
@@ -164,7 +166,8 @@ class Mps:
                 async with asyncio.timeout(PATIENCE):
                     await process.communicate(f"{command}\n".encode() if command else None)
             except TimeoutError:
-                process.kill()
+                with contextlib.suppress(ProcessLookupError):  # it has ended this moment
+                    process.kill()
                 await process.wait()
                 return None
         return process.returncode
@@ -184,10 +187,10 @@ def _is_own(folder: Path) -> bool:
 
 async def _happens(condition: Callable[[], Awaitable[bool]]) -> bool:
     """Whether a condition comes true before patience ends."""
-    deadline = time.monotonic() + PATIENCE
+    begun = time.monotonic()
     while True:
         if await condition():
             return True
-        if time.monotonic() > deadline:
+        if time.monotonic() - begun > PATIENCE:
             return False
         await asyncio.sleep(_POLL)

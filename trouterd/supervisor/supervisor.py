@@ -31,9 +31,11 @@ from trouterd.supervisor.verbs import Verbs
 
 ROLE_MODULES = {"api": "trouterd.api.main", "worker": "trouterd.worker.main"}
 FORCED_EXIT = 0.35
-"""Seconds from the order to end now until children are killed; error frames to clients go out in it."""
+"""Seconds from the order to end now until workers are killed; error frames to clients go out in it."""
 CLEAN_EXIT = 1.0
 """The same after a drain, when nothing runs any more."""
+LAST_FRAMES = 2.0
+"""Seconds that the api gets on top, which ends as soon as all clients have been told: on a busy host not at once."""
 MAX_FILES = 1 << 16
 log = logging.getLogger("trouterd.supervisor")
 
@@ -250,16 +252,23 @@ class Supervisor:
             return True
         try:
             result = await api.call("drain", {"timeout": seconds}, None)
-            for worker in self._fleet.workers.values():
-                if worker.state == "up":
-                    await worker.call("drain", {}, max(deadline - time.monotonic(), 0.05))
         except (CallError, Refused) as error:
             log.error("drain: %s", error)
             return False
+        for worker in self._fleet.workers.values():
+            if worker.state == "up":
+                await self._drain_worker(worker, max(deadline - time.monotonic(), 0.05))
         cut = (result or {}).get("cut", 0)
         if cut:
             log.warning("drain: %d answer%s cut off after %g s", cut, " was" if cut == 1 else "s were", seconds)
         return not cut
+
+    async def _drain_worker(self, worker: Child, seconds: float) -> None:
+        """Every answer is finished: a worker that dies now, or has died unnoticed, costs nobody anything."""
+        try:
+            await worker.call("drain", {}, seconds)
+        except (CallError, Refused) as error:
+            log.warning("drain: %s", error)
 
     async def _end_children(self, seconds: float) -> None:
         """Hang up on all; who is not gone in time, or never became ready, is killed."""
@@ -269,6 +278,9 @@ class Supervisor:
                 child.kill()
         ends = [asyncio.create_task(child.exited.wait()) for child in self._fleet.children.values()]
         await asyncio.wait(ends, timeout=seconds)
+        for worker in self._fleet.workers.values():
+            worker.kill()
+        await asyncio.wait(ends, timeout=LAST_FRAMES)
         self._fleet.kill_all()
         await asyncio.gather(*ends)
 

@@ -17,7 +17,7 @@ from trouterd.supervisor.process import exit_words
 
 GRACE = 0.5
 """Seconds from the loss of a rank to the end of this process, whatever it is doing: a collective would wait for ever."""
-_BURIAL = 0.2
+_BURIAL = 1.0
 """Seconds that a process may take to end after its link has ended."""
 log = logging.getLogger(__name__)
 

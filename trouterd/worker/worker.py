@@ -188,6 +188,8 @@ class Worker:
                 # Before the plan: requests of one that is not launched would have to stand back in the next.
                 if not self.turns.take():
                     return now + PATIENCE
+                # The one before may have ended since: a step does not begin before its turn.
+                now = time.monotonic()
             chunks = self.scheduler.plan()
             if not chunks or not self.stepper.worthwhile(chunks):
                 return NEVER

@@ -11,6 +11,8 @@ from tests.models.parallel import leading
 from trouterd.supervisor.process import process_state
 
 ROOT = Path(__file__).parents[3]
+PATIENCE = 50.0
+"""Seconds after which a test gives up waiting; not a measure of speed."""
 
 
 class Leading:
@@ -36,12 +38,12 @@ class Leading:
 
     def log(self) -> str:
         """What it and its ranks have logged; waits for the end of all."""
-        return self.process.communicate(timeout=20)[1]
+        return self.process.communicate(timeout=PATIENCE)[1]
 
 
-def gone(pid: int, within: float) -> bool:
-    """Whether a process that is not our child ends in time."""
-    deadline = time.monotonic() + within
+def gone(pid: int) -> bool:
+    """Whether a process that is not our child ends."""
+    deadline = time.monotonic() + PATIENCE
     while process_state(pid) not in ("", "Z"):
         if time.monotonic() > deadline:
             return False

@@ -6,13 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 
 from tests.models.parallel import on_gpus
-from tests.models.parallel.leading_process import ROOT, gone
+from tests.models.parallel.leading_process import PATIENCE, ROOT, gone
 from tests.models.parallel.test_split_faults import Begin
 
 pytestmark = [
@@ -40,9 +39,7 @@ def test_a_killed_rank_ends_the_worker_although_its_collectives_hang(begin: Begi
     worker = begin("hash", 2, "cuda")
     worker.until("step")
     os.kill(worker.pids[0], signal.SIGKILL)
-    killed = time.monotonic()
-    assert worker.process.wait(10) == 1
-    assert time.monotonic() - killed < 3
+    assert worker.process.wait(PATIENCE) == 1
     assert f"rank 1 (pid {worker.pids[0]}) was killed by SIGKILL" in worker.log()
 
 
@@ -50,4 +47,4 @@ def test_ranks_end_with_the_worker(begin: Begin) -> None:
     worker = begin("hash", 2, "cuda")
     worker.until("step")
     worker.process.kill()
-    assert all(gone(pid, 2) for pid in worker.pids)
+    assert all(gone(pid) for pid in worker.pids)

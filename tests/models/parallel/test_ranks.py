@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from models.config import ModelError
+from models.parallel import ranks
 from models.parallel.exchange import layout_of, pack_rows, pack_runs, packed_size, unpack_rows, unpack_runs
 from models.parallel.leader import SplitModel
 from models.parallel.link import (
@@ -31,6 +32,7 @@ from models.parallel.link import (
 )
 from models.parallel.ranks import RankLostError, Ranks
 from models.rows import Rows, Runs
+from tests.models.parallel.leading_process import PATIENCE
 from tests.models.parallel.split_hash import load, model
 from trouterd.worker.rank import serve
 
@@ -232,7 +234,7 @@ def test_a_rank_that_raises_says_so_and_is_lost(
         some.ranks.answers()
     with pytest.raises(RankLostError, match="^rank 2 of 3"):
         some.ranks.tell(Look("held"))
-    assert some.told.wait(5)
+    assert some.told.wait(PATIENCE)
     some.ranks.lose(0, "later")
     assert some.lost == [(2, "ValueError: unheard of")]
     assert "ValueError: unheard" in caplog.text
@@ -244,7 +246,7 @@ def test_a_rank_that_hangs_up_is_lost_unasked(threads: Callable[[int], Threads],
     if words:
         some.theirs[0].send(Replay(1, 1))
     some.theirs[0].close()
-    assert some.told.wait(5)
+    assert some.told.wait(PATIENCE)
     ((rank, said),) = some.lost
     assert rank == 1
     assert said.startswith(words)
@@ -252,10 +254,14 @@ def test_a_rank_that_hangs_up_is_lost_unasked(threads: Callable[[int], Threads],
         some.ranks.tell(Look("held"))
 
 
-def test_being_out_of_step_is_reported_unless_somebody_is_gone(threads: Callable[[int], Threads]) -> None:
+def test_being_out_of_step_is_reported_unless_somebody_is_gone(
+    threads: Callable[[int], Threads], monkeypatch: pytest.MonkeyPatch
+) -> None:
     alone = threads(2)
     alone.ranks.lose(0, "a step broke off")
     assert alone.lost == [(0, "a step broke off")]
+    # However long its reader takes to be told.
+    monkeypatch.setattr(ranks, "_OTHERS_FIRST", PATIENCE)
     other = threads(2)
     other.theirs[0].close()
     other.ranks.lose(0, "a step broke off")
