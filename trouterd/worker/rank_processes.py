@@ -17,7 +17,7 @@ from trouterd.supervisor.process import exit_words
 
 GRACE = 0.5
 """Seconds from the loss of a rank to the end of this process, whatever it is doing: a collective would wait for ever."""
-_BURIAL = 1.0
+BURIAL = 1.0
 """Seconds that a process may take to end after its link has ended."""
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class RankProcesses:
             return "this process is out of step with its other ranks"
         process = self._processes[rank - 1]
         try:
-            end = exit_words(process.wait(_BURIAL))
+            end = exit_words(process.wait(BURIAL))
         except subprocess.TimeoutExpired:
             end = "has failed"
         return f"rank {rank} (pid {process.pid}) {end}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from models.parallel.ranks import RankLostError, Ranks
 from trouterd.logs import LogFormat
-from trouterd.worker.rank_processes import GRACE, RankProcesses
+from trouterd.worker.rank_processes import BURIAL, GRACE, RankProcesses
 
 
 async def with_ranks(
@@ -50,7 +50,7 @@ async def with_ranks(
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     if serving.done() and isinstance(serving.exception(), RankLostError):
         # The news of which rank it is, and how it ended, is on its way.
-        await asyncio.wait({lost}, timeout=GRACE)
+        await asyncio.wait({lost}, timeout=BURIAL + GRACE)
     if lost.done():
         last_words(lost.result())
         return 1
