@@ -53,7 +53,9 @@ def python_litmus(fences: str, rounds: int, trials: int) -> dict[str, int]:
 def test_python_fences_miss_no_wake(fences: str, trials: int) -> None:
     if fences == "membarrier" and not register_membarrier():
         pytest.skip("membarrier is not available here")
-    assert python_litmus(fences, 20_000, trials) == {"trials": trials, "stale": 0}
+    counts = python_litmus(fences, 20_000, trials)
+    assert counts["trials"] > 0
+    assert counts["stale"] == 0
 
 
 def test_python_without_a_fence_misses_wakes() -> None:
