@@ -13,8 +13,10 @@ Lost = Callable[[int, str], None]
 """(rank, what it said last or ''): that rank is gone, or out of step with this one. Called once, from any thread."""
 
 
-_OTHERS_FIRST = 0.2
+OTHERS_FIRST = 0.2
 """Seconds in which the end of another rank is noticed."""
+_FAREWELL = 1.0
+"""Seconds that `close` waits for a thread that reads what a rank says, where somebody is lost."""
 
 
 class RankLostError(RuntimeError):
@@ -47,6 +49,11 @@ class Ranks:
         for reader in self._readers:
             reader.start()
 
+    @property
+    def lost(self) -> bool:
+        """Whether somebody is, of which `on_loss` is told."""
+        return self._noticed.is_set()
+
     def tell(self, order: Order) -> None:
         """Give everybody the same order. Raises RankLostError."""
         self.tell_each(lambda _: order)
@@ -76,22 +83,26 @@ class Ranks:
         """Say that a rank is gone, or that this one, 0, is out of step with the others."""
         if not rank:
             # A step breaks off most of all because somebody is gone, which is the better thing to say.
-            self._noticed.wait(_OTHERS_FIRST)
+            self._noticed.wait(OTHERS_FIRST)
         with self._lock:
             first, self._lost = not self._lost, self._lost or f"rank {rank} of {self.world}: {words or 'gone'}"
-        self._noticed.set()
+            if first:
+                self._noticed.set()
         if first:
             self._on_loss(rank, words)
 
     def close(self) -> None:
-        """Let the others end; from now on nobody is lost. Not for `on_loss`, whose thread this waits for."""
+        """Let the others end; from now on nobody is lost who was not before."""
         with self._lock:
             self._lost = self._lost or "the links are closed"
         for link in self._links:
             link.hang_up()
+        # Whom a reader tells of a loss may end this process instead of returning.
+        patience = _FAREWELL if self.lost else None
         for reader, link in zip(self._readers, self._links, strict=True):
-            reader.join()
-            link.close()
+            reader.join(patience)
+            if not reader.is_alive():
+                link.close()
 
     def _send(self, rank: int, order: Order) -> None:
         if self._lost:

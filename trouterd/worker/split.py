@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from models.parallel.ranks import RankLostError, Ranks
+from models.parallel.ranks import OTHERS_FIRST, Ranks
 from trouterd.logs import LogFormat
 from trouterd.worker.rank_processes import BURIAL, GRACE, RankProcesses
 
@@ -48,7 +48,10 @@ async def with_ranks(
     serving = asyncio.ensure_future(serve(processes.ranks))
     ends: list[asyncio.Future[Any]] = [serving, lost]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    if serving.done() and isinstance(serving.exception(), RankLostError):
+    if serving.done() and serving.exception() is not None:
+        # Most of all because a rank is gone, which is the better thing to say.
+        await asyncio.wait({lost}, timeout=OTHERS_FIRST)
+    if processes.ranks.lost:
         # The news of which rank it is, and how it ended, is on its way.
         await asyncio.wait({lost}, timeout=BURIAL + GRACE)
     if lost.done():

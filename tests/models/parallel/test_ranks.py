@@ -172,6 +172,10 @@ class Threads:
             thread.start()
 
     def close(self) -> None:
+        for link in self.theirs:
+            link.hang_up()
+        for reader in self.ranks._readers:
+            reader.join()
         self.ranks.close()
         for thread in self._serving:
             thread.join()
@@ -261,8 +265,28 @@ def test_being_out_of_step_is_reported_unless_somebody_is_gone(
     alone.ranks.lose(0, "a step broke off")
     assert alone.lost == [(0, "a step broke off")]
     # However long its reader takes to be told.
-    monkeypatch.setattr(ranks, "_OTHERS_FIRST", PATIENCE)
+    monkeypatch.setattr(ranks, "OTHERS_FIRST", PATIENCE)
     other = threads(2)
     other.theirs[0].close()
     other.ranks.lose(0, "a step broke off")
+    assert other.told.wait(PATIENCE)
     assert [rank for rank, _ in other.lost] == [1]
+
+
+def test_closing_does_not_wait_for_whoever_is_told_of_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, over = threading.Event(), threading.Event()
+
+    def on_loss(_rank: int, _words: str) -> None:
+        told.set()
+        assert over.wait(PATIENCE)
+
+    monkeypatch.setattr(ranks, "_FAREWELL", 0.0)
+    ours, theirs = (Link(sock) for sock in Link.pair())
+    some = Ranks([ours], -1, on_loss)
+    theirs.close()
+    assert told.wait(PATIENCE)
+    assert some.lost
+    some.close()
+    over.set()
+    monkeypatch.setattr(ranks, "_FAREWELL", PATIENCE)
+    some.close()
