@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ import torch
 
 from bench.attention_load import AttentionLoad
 from bench.attention_rig import PAGE, AttentionRig, CutError
-from bench.command_line import run_command, usage_fault, whole_numbers
+from bench.command_line import run_command, usage_fault, whole_number, whole_numbers
 from bench.step_shapes import SHAPES, write_shape
 from bench.step_size import step_sizes
 from bench.surroundings import surroundings
@@ -48,6 +49,10 @@ class Found:
     """One cut of one step's attention."""
 
     step: str
+    rows: int
+    """Of all requests."""
+    keys: int
+    """Likewise."""
     tiles: TileShape
     in_use: bool
     floor_us: float
@@ -71,16 +76,15 @@ def cuts(text: str) -> tuple[Cut, ...]:
 def candidates(rig: AttentionRig, options: argparse.Namespace) -> Iterator[TileShape]:
     """All cuts to try."""
     for cut, waves, whole in itertools.product(options.cuts, options.waves, (False, True)):
-        if cut.query_rows >= rig.group:
-            yield TileShape(
-                query_rows=cut.query_rows,
-                keys=cut.keys,
-                least_keys=max(options.least_keys, cut.keys),
-                tasks=-(-waves * rig.processors // rig.shape.kv_heads),
-                whole_blocks=whole,
-                warps=cut.warps,
-                stages=cut.stages,
-            )
+        yield TileShape(
+            query_rows=cut.query_rows,
+            keys=cut.keys,
+            least_keys=max(options.least_keys, cut.keys),
+            tasks=-(-waves * rig.processors // rig.shape.kv_heads),
+            whole_blocks=whole,
+            warps=cut.warps,
+            stages=cut.stages,
+        )
 
 
 def measure(rig: AttentionRig, options: argparse.Namespace, device: torch.device) -> Iterator[Found]:
@@ -88,24 +92,30 @@ def measure(rig: AttentionRig, options: argparse.Namespace, device: torch.device
     for size in options.steps:
         load = AttentionLoad.of(size, options.context, mixed=options.mixed, page_size=PAGE, device=device)
         used, floor = rig.in_use(len(load.positions)), rig.floor_us(load)
-        yield Found(str(size), used, True, floor, rig.time_us(load, used))
+        facts = str(size), len(load.positions), load.keys
+        yield Found(*facts, used, True, floor, rig.time_us(load, used))
         for tiles in candidates(rig, options):
             if tiles == used:
                 continue
             try:
-                yield Found(str(size), tiles, False, floor, rig.time_us(load, tiles))
+                yield Found(*facts, tiles, False, floor, rig.time_us(load, tiles))
             except CutError as error:
                 print(f"left out: {size}, {_words(tiles)}: {error}", file=sys.stderr)
 
 
 def table(found: Sequence[Found], rig: AttentionRig) -> str:
     """In Markdown, the best of each step in bold."""
-    lines = ["| step | cut | tasks per multiprocessor | masks | us | floor, us |", "|---|---|---:|---|---:|---:|"]
+    lines = [
+        "| step | rows | keys | cut | tasks per multiprocessor | masks | us | floor, us |",
+        "|---|---:|---:|---|---:|---|---:|---:|",
+    ]
     best = {step: min(one.us for one in found if one.step == step) for step in {one.step for one in found}}
     for one in found:
         time = f"{one.us:.1f}"
         cells = (
             one.step,
+            str(one.rows),
+            str(one.keys),
             _words(one.tiles) + (" (in use)" if one.in_use else ""),
             f"{one.tiles.tasks * rig.shape.kv_heads / rig.processors:.0f}",
             "where needed" if one.tiles.whole_blocks else "always",
@@ -122,21 +132,24 @@ def _words(tiles: TileShape) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
-    options = _parser().parse_args(argv)
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    options = _parser().parse_args(arguments)
     device = torch.device(options.device)
     if device.type != "cuda" or not torch.cuda.is_available():
         return usage_fault("bench.attention", f"--device {options.device}: attention is cut on CUDA devices only")
     with tempfile.TemporaryDirectory() as folder:
         rig = AttentionRig(ModelConfig.load(write_shape(options.shape, Path(folder))), device)
+    facts: dict[str, Any] = {
+        **surroundings(device),
+        "command": shlex.join(["python", "-m", "bench.attention", *arguments]),
+    }
     found = []
     for one in measure(rig, options, device):
         print(f"{one.step} {_words(one.tiles)} {one.tiles.tasks}: {one.us:.1f} us", flush=True)
         found.append(one)
+        if options.json:
+            options.json.write_text(json.dumps(facts | {"found": [asdict(one) for one in found]}, indent=1))
     print("\n" + table(found, rig))
-    if options.json:
-        result: dict[str, Any] = {**surroundings(device), "shape": options.shape, "context": options.context}
-        result |= {"mixed": options.mixed, "found": [asdict(one) for one in found]}
-        options.json.write_text(json.dumps(result, indent=1))
     return 0
 
 
@@ -153,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
         help="REQUESTSxROWS (%(default)s)",
     )
     parser.add_argument(
-        "--context", type=int, default=1024, metavar="TOKENS", help="before the rows of a step (%(default)s)"
+        "--context", type=whole_number, default=1024, metavar="TOKENS", help="before the rows of a step (%(default)s)"
     )
     parser.add_argument("--mixed", action="store_true", help="contexts and rows of these means, spread as in a daemon")
     parser.add_argument(
@@ -167,9 +180,13 @@ def _parser() -> argparse.ArgumentParser:
         "--waves", type=whole_numbers, default="2", metavar="LIST", help="tasks per multiprocessor (%(default)s)"
     )
     parser.add_argument(
-        "--least-keys", type=int, default=128, metavar="N", help="of a task, where there are as many (%(default)s)"
+        "--least-keys",
+        type=whole_number,
+        default=128,
+        metavar="N",
+        help="of a task, where there are as many (%(default)s)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here, after each cut")
     return parser
 
 

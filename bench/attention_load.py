@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from bench.step_size import StepSize
@@ -42,8 +43,9 @@ class AttentionLoad:
         Args:
             size: requests, and new rows of each.
             context: tokens before them.
-            mixed: contexts from `_YOUNGEST` tokens to as much above `context`, and numbers of rows in a geometric distribution:
-                both have the given means, as in a daemon that routes requests of all ages.
+            mixed: contexts from `_YOUNGEST` tokens to as much above `context`, and numbers of rows in a geometric distribution,
+                as in a daemon that routes requests of all ages: quantiles of both, dealt at random. Contexts have the given mean,
+                rows about that.
             page_size: tokens.
             device: where.
             seed: of the order of pages, and of what is mixed.
@@ -52,9 +54,10 @@ class AttentionLoad:
         starts: IntArray = np.full(size.requests, context)
         counts: IntArray = np.full(size.requests, size.rows)
         if mixed:
-            ages = np.linspace(min(_YOUNGEST, context), max(2 * context - _YOUNGEST, context), size.requests)
-            starts = generator.permutation(ages.astype(np.int64))
-            counts = generator.geometric(1 / size.rows, size.requests)
+            quantiles = (np.arange(size.requests) + 0.5) / size.requests
+            youngest = min(_YOUNGEST, context)
+            starts = generator.permutation(np.rint(youngest + 2 * (context - youngest) * quantiles).astype(np.int64))
+            counts = generator.permutation(_geometric(quantiles, size.rows))
         ends = starts + counts
         each = -(-int(ends.max()) // page_size)
         firsts = np.cumsum(counts) - counts
@@ -74,3 +77,11 @@ class AttentionLoad:
             keys=int(ends.sum()),
             pages=size.requests * each,
         )
+
+
+def _geometric(quantiles: npt.NDArray[np.float64], mean: int) -> IntArray:
+    """Of the numbers of trials until the first success, where that takes so many in the mean."""
+    if mean == 1:
+        return np.ones(len(quantiles), np.int64)
+    trials: IntArray = np.ceil(np.log1p(-quantiles) / np.log1p(-1 / mean)).astype(np.int64)
+    return trials

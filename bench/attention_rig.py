@@ -68,8 +68,10 @@ class AttentionRig:
         """Microseconds of a launch; median of some graphs of `_LAUNCHES` launches.
 
         Raises:
-            CutError: the kernel cannot be compiled so, or does not fit onto a multiprocessor.
+            CutError: the kernel cannot be compiled so, or does not fit onto a multiprocessor; or a tile has no room for a token.
         """
+        if tiles.query_rows < self.group:
+            raise CutError(f"{self.group} query heads share a KV head, and all of a token's are in one tile")
         from triton import TritonError
 
         launch, pool = self._launcher(load, tiles), GraphPool(self._device)

@@ -82,7 +82,8 @@ def samples(system: str, window: Mapping[str, Any], alone: Mapping[str, StepTime
     Args:
         system: the way of sharing.
         window: as in a result file.
-        alone: step times of the models without another one, as far as they are known.
+        alone: step times of the models without another one, as far as they are known, by their live rows. What dead ones take,
+            of requests that left in the step before, is taken for the work of hand-offs, or for the other model's.
     """
     for model, own in window["overlap"].items():
         if model in alone:

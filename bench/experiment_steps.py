@@ -65,7 +65,10 @@ class StepTimes:
                 if name not in self._given and not alone & {
                     (system, case.workload, name) for system in (TROUTERD, case.system)
                 }:
-                    return f"{case.key} needs a plan, and {name} alone on {case.workload} is not among the windows"
+                    return (
+                        f"{case.key} needs a plan, and {name} alone on {case.workload} is not among the windows;"
+                        f" add '*/{case.workload}/{name}/*', or give --step"
+                    )
         return ""
 
     def of(self, workload: str, names: Sequence[str], system: str = TROUTERD) -> list[RowTime]:

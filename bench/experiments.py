@@ -142,7 +142,7 @@ def _require_output(options: argparse.Namespace) -> None:
 def _require_plans(scope: Scope, stages: Sequence[Stage]) -> None:
     cases = [case for stage in stages for case in stage.cases]
     if problem := scope.steps.obstacle(cases, scope.setup.names):
-        raise CaseError(f"--only: {problem}; add it, such as '*/small/*', or give --step")
+        raise CaseError(f"--only: {problem}")
 
 
 def _require_devices(devices: Sequence[str]) -> None:

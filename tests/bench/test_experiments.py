@@ -226,7 +226,7 @@ def test_every_experiment_can_be_listed(capsys: pytest.CaptureFixture[str]) -> N
         (["--experiment", "c,d", *SCRIPTS, "--only", "*/every:1/*"], "no window of experiment c has such a key"),
         (
             ["--experiment", "a", *SCRIPTS, "--output", "nosuch", "--only", "*/large/*,*/r2r-35/planned/*"],
-            "planned/16 needs a plan, and small alone on low is not among the windows; add it",
+            "planned/16 needs a plan, and small alone on low is not among the windows; add '*/low/small/*', or",
         ),
         (["--experiment", "h", "--list", "--sweeps", "entropi"], "--sweeps: no sweep is called 'entropi'"),
         (["--experiment", "h", "--list", "--streams", "1,2"], "--streams: experiment h takes one number"),

@@ -51,6 +51,8 @@ class Batching:
         self.controllers = [Controller(group, kept.get(group.models[0]), now) for group in groups]
         self._version = time.time_ns()  # above every predecessor's
         self._changed = any(controller.lists for controller in self.controllers)
+        self._settled = [controller.settled for controller in self.controllers]
+        """As written, or about to be."""
         self._recomputed = self._saved = now
         self._decisions: dict[str, int] = {}
 
@@ -94,6 +96,9 @@ class Batching:
         if now - self._recomputed >= RECOMPUTE and moved != self._decisions:
             self._recomputed, self._decisions = now, moved
             self._changed |= await asyncio.to_thread(self._recompute)
+            settled = [controller.settled for controller in self.controllers]
+            if settled != self._settled:
+                self._settled, self._saved = settled, min(self._saved, now - SAVE)
         if self._changed or any(report.version != self._version for report in reports.values()):
             await self._send()
         if now - self._saved >= SAVE and any(controller.network for controller in self.controllers):
@@ -118,7 +123,6 @@ class Batching:
         if self._changed:
             self._version += 1
             self._changed = False
-            self._saved = min(self._saved, time.monotonic() - SAVE)
         lists = Lists(
             version=self._version,
             thresholds={name: values for c in self.controllers for name, values in c.lists.items()},

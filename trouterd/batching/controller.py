@@ -157,6 +157,11 @@ class Controller:
         return Kept(self.estimator.learned, self._untried, self.trust, self.turns, trials.frozen(now), trials.freeze)
 
     @property
+    def settled(self) -> tuple[Lists, float]:
+        """What the latest verdicts have changed of what is worth keeping."""
+        return self._untried, self._trials.freeze
+
+    @property
     def _untried(self) -> Lists:
         """In force apart from a trial."""
         before = self._trials.untried

@@ -51,7 +51,8 @@ class Stats:
         """From a request's arrival at its entry to the launch of its first step."""
         self.stay_seconds = Histogram(MICRO)
         """From the end of a step that left a request here to the launch of its next one, whatever was launched without it
-        meanwhile; 0 where that was queued before."""
+        meanwhile; 0 where that was queued before. What a request that gave up its pages is fed again in several steps is in no
+        wait."""
         self.step_seconds = Histogram(MICRO)
         self.batch_rows = Histogram(ROWS)
         self.batch_requests = Histogram(ROWS)

@@ -101,8 +101,6 @@ class Worker:
         self._inbox = Inbox()
         self.turns = Turns(self._inbox.wake)
         self._closing = False
-        self._committed = 0.0
-        """When the latest outcome was there, time.monotonic()."""
         self._begun = 0.0
         """When the launch of the step in flight was decided on, if it is the only one; 0 otherwise."""
 
@@ -245,10 +243,10 @@ class Worker:
     def _commit(self, outcome: Outcome) -> None:
         if self.recorder is not None:
             self.recorder.outcome(outcome, self.stepper.in_flight)
-        self._committed = time.monotonic()
-        self.observer.note(outcome, self._begun, self._committed, followed=self.stepper.in_flight > 0)
+        now = time.monotonic()
+        self.observer.note(outcome, self._begun, now, followed=self.stepper.in_flight > 0)
         with self.outbound.together():
-            self.outcomes.commit(outcome, self._committed)
+            self.outcomes.commit(outcome, now)
 
     def _poll(self) -> Outcome | None:
         try:
