@@ -87,8 +87,8 @@ class Api:
 
 
 class Worker:
-    """Model path: ok, fatal:WORDS, raise:WORDS, silent (never ready), waits (for others, as it says, until it is told to go on),
-    native (holds the GIL), step (an endless step), or gpu:NAME=NUMBER,... for a model on a GPU (`sizes`)."""
+    """Model path: ok, fatal:WORDS, raise:WORDS, silent (never ready), waits (for others, as it says, until a setting
+    changes), native (holds the GIL), step (an endless step), or gpu:NAME=NUMBER,... for a model on a GPU (`sizes`)."""
 
     def __init__(self, control: Control) -> None:
         self.control = control
@@ -103,7 +103,6 @@ class Worker:
             "set": self.set,
             "metrics": self.metrics,
             "flush-cache": self.flush,
-            "go-on": self.go_on,
         }
 
     async def run(self) -> int:
@@ -167,9 +166,6 @@ class Worker:
         self.control.on_peer_state(lambda s: ended.set() if s.state == "down" and s.epoch >= epoch else None)
         await ended.wait()
 
-    async def go_on(self, args: dict[str, Any]) -> None:
-        self.told.set()
-
     async def status(self, args: dict[str, Any]) -> dict[str, Any]:
         return {"threshold": self.threshold, "config": self.control.config.server.drain_timeout}
 
@@ -181,6 +177,7 @@ class Worker:
             if not 0 <= args["value"] <= 1:
                 raise Refused("parameter 'threshold': expected float <= 1")
             self.threshold = args["value"]
+        self.told.set()
 
     async def metrics(self, args: dict[str, Any]) -> list[dict[str, Any]]:
         sample = {"suffix": "_total", "labels": {"model": self.control.boot.role}, "value": 7}

@@ -121,7 +121,7 @@ async def test_time_that_a_child_waits_for_others_is_not_counted(tmp_path: Path)
         await until(lambda: fleet.children[API].ready_at and small.waits)
         fleet.tick(time.monotonic() + 2 * limit)
         await until(lambda: large.epoch == 2)
-        await small.call("go-on", within=PATIENCE)
+        await small.call("set", {"key": "server.drain_timeout", "value": 9}, within=PATIENCE)
         await until(lambda: small.ready_at)
         assert small.restarts == 0
 
