@@ -121,7 +121,8 @@ async def test_time_that_a_child_waits_for_others_is_not_counted(tmp_path: Path)
         await until(lambda: fleet.children[API].ready_at and small.waits)
         fleet.tick(time.monotonic() + 2 * limit)
         await until(lambda: large.epoch == 2)
-        await small.call("set", {"key": "server.drain_timeout", "value": 9}, within=PATIENCE)
+        change = {"key": "server.drain_timeout", "value": 9, "config": msgspec.to_builtins(config)}
+        await small.call("set", change, within=PATIENCE)
         await until(lambda: small.ready_at)
         assert small.restarts == 0
 
