@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,6 +172,28 @@ async def test_live_keys_are_taken_over(tmp_path: Path) -> None:
         reply = await supervisor.call("abort", id="nobody")
         assert reply.refused
         assert "nobody" in reply.error
+
+
+async def test_live_keys_that_change_while_it_loads_are_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed, load = threading.Event(), main._load
+
+    def loading(config: Config) -> Any:
+        found = load(config)
+        assert changed.wait(50)
+        return found
+
+    monkeypatch.setattr(main, "_load", loading)
+    config = settings(tmp_path)
+    async with running(tmp_path, config) as supervisor:
+        now = msgspec.structs.replace(config, server=Server(max_active_requests=1))
+        args = {"key": "server.max_active_requests", "value": 1, "config": msgspec.to_builtins(now)}
+        assert (await supervisor.call("set", **args)).error == ""
+        changed.set()
+        await supervisor.receive(Ready)
+        supervisor.send(PeerState("small", "up", 1))
+        assert (await supervisor.session.post(CHAT, json=chat_body(model="small", n=2))).status == 400
 
 
 async def test_r5_different_tokenizers_are_fatal(tmp_path: Path) -> None:

@@ -97,7 +97,14 @@ async def run(control: Control) -> int:
     # The application logs its own failures; what is left to this logger is a traceback for each malformed HTTP request.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     await runner.setup()
-    Verbs(engine, catalog, checks, scores).register(control)
+    verbs = Verbs(engine, catalog, checks, scores)
+    verbs.register(control)
+    try:
+        # Settings may have changed while all of that was loaded, when nobody but the control link knew of them.
+        verbs.configure(control.config)
+    except ScoreError as error:
+        control.fatal(str(error))
+        return 1
     batching.register()
     links.start()
     servers = await _listen(runner, boot.listen_fds)

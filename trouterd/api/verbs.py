@@ -59,11 +59,14 @@ class Verbs:
         Raises:
             Refused: it does not fit a model that scores prompts.
         """
-        config: Config = args["config"]
         try:
-            self._scores.check(config)
+            self.configure(args["config"])
         except ScoreError as error:
             raise Refused(str(error)) from error
+
+    def configure(self, config: Config) -> None:
+        """Go by this configuration's live settings. Raises ScoreError: they do not fit a model that scores prompts."""
+        self._scores.check(config)
         self._engine.configure(config)
         self._catalog.configure(config)
         self._checks.configure(config)

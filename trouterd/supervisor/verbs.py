@@ -86,16 +86,25 @@ class Verbs:
             # Workers first: they know the ranges of an algorithm's parameters, the api takes what they took.
             order = [*fleet.workers.values(), fleet.children[API]]
             self._require_checker(name, order)
-            pending = await self._apply(order, args, old, before)
+            # Before anybody is asked: a child that is started meanwhile begins with it.
             fleet.config = config
+            try:
+                pending = await self._apply(order, args)
+            except Refused:
+                fleet.config = before
+                await self._undo(order, args | {"value": old, "config": msgspec.to_builtins(before)})
+                raise
             if name == "server.log_level":
                 logs.set_level(config.server.log_level)
             audit.info("set %s: %r -> %r by %s", name, old, new, who)
             return {"key": name, "old": old, "new": new, "pending": pending}
 
-    async def _apply(self, order: list[Child], args: dict[str, Any], old: Any, before: Any) -> list[str]:
-        """Send a change to every child; returns the names of those that will apply it later, when they get to it."""
-        done: list[Child] = []
+    async def _apply(self, order: list[Child], args: dict[str, Any]) -> list[str]:
+        """Send a change to every child; returns the names of those that will apply it later, when they get to it.
+
+        Raises:
+            Refused: by one of them.
+        """
         pending = []
         for child in order:
             if child.state == "down":
@@ -103,17 +112,22 @@ class Verbs:
             try:
                 await child.call("set", args, SCRAPE_TIMEOUT if child.ready_at else 0)
             except Refused as error:
-                undo = args | {"value": old, "config": msgspec.to_builtins(before)}
-                for changed in done:
-                    await changed.call("set", undo)
                 raise Refused(f"{args['key']}: {error}") from error
             except CallError as error:
                 why = error if child.ready_at else f"{child.name} is starting, and applies it when it gets to it"
                 log.warning("set %s: %s", args["key"], why)
                 pending.append(child.name)
-            else:
-                done.append(child)
         return pending
+
+    async def _undo(self, order: list[Child], args: dict[str, Any]) -> None:
+        """Give every child the old value: the one that refused has it, others may have been started with the new one."""
+        for child in order:
+            if child.state == "down":
+                continue
+            try:
+                await child.call("set", args, SCRAPE_TIMEOUT if child.ready_at else 0)
+            except (CallError, Refused) as error:
+                log.warning("set %s back: %s", args["key"], error)
 
     def _require_checker(self, name: str, children: Iterable[Child]) -> None:
         """An algorithm's parameter is not taken on trust: some worker must be there to check it."""
