@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 
 from tests.supervisor.conftest import Start
-from tests.supervisor.daemon import Daemon, finish, rest, stalls, toy_config
+from tests.supervisor.daemon import Daemon, finish, rest, segments, stalls, toy_config
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -92,6 +93,26 @@ def test_stop_while_starting(start: Start) -> None:
     daemon.wait_log("small started")
     daemon.signal(signal.SIGTERM)
     assert daemon.wait() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stop_while_sockets_are_opened(start: Start, tmp_path: Path, number: signal.Signals) -> None:
+    config, folder = toy_config(tmp_path), tmp_path / "control"
+    folder.mkdir()
+    server = msgspec.structs.replace(config.server, control=str(folder / "api.ctl"))
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # here it waits, with the API's socket open
+        daemon = start(msgspec.structs.replace(config, server=server))
+        daemon.wait_for(Path(server.socket).exists, "the API's socket")
+        daemon.signal(number)
+    finally:
+        os.close(lock)
+    assert daemon.wait() == 0, daemon.log
+    assert f"{number.name}: draining" in daemon.log
+    assert not Path(server.socket).exists()
+    assert not Path(server.control).exists()
+    assert not segments(daemon.process.pid)
 
 
 def test_drained_daemon_leaves_a_socket_that_another_one_put_there(start: Start) -> None:

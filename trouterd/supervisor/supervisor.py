@@ -78,6 +78,8 @@ class Supervisor:
             SocketError: an address cannot be opened (`SocketInUseError`: another process answers there).
             SegmentError: not enough shared memory for the rings.
         """
+        # Before there is anything that a signal's default action would leave behind; it is acted on once children start.
+        self._handle_signals()
         _raise_file_limit()
         for name in sweep():
             log.info("removed the stale shared memory segment %s", name)
@@ -120,7 +122,6 @@ class Supervisor:
             self._force.set()
 
     async def _serve(self, control: Any) -> int:
-        self._handle_signals()
         self._follow_parent()
         server = ControlServer(self._verbs.answer)
         await server.start(control)
