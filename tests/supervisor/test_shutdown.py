@@ -68,6 +68,16 @@ def test_drain_by_control_socket(start: Start) -> None:
     assert daemon.wait() == 0
 
 
+def test_second_drain_joins_the_first(start: Start) -> None:
+    daemon = start().wait_ready()
+    link = daemon.open_request()
+    answers = [daemon.ask("drain").result for _ in range(2)]
+    assert answers == [{"state": "draining", "drain_timeout": 30.0}] * 2
+    assert finish(link) == b"done\n"
+    assert daemon.wait() == 0
+    assert "already draining" in daemon.log
+
+
 def test_stuck_worker_does_not_hold_up_the_end(start: Start, tmp_path: Path) -> None:
     daemon = start(stalls(toy_config(tmp_path, small="ok", stuck="native")), options={"scrape": 0.2}).wait_ready()
     daemon.wait_for(lambda: daemon.child("stuck")["state"] == "stalled", "the native call holds the GIL")

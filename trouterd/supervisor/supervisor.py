@@ -109,7 +109,7 @@ class Supervisor:
                 on_failure=self._fail,
                 on_call=self._child_call,
             )
-            self._verbs = Verbs(self._fleet, lambda: self._listeners.addresses, self.stop)
+            self._verbs = Verbs(self._fleet, lambda: self._listeners.addresses, self.drain)
             return await self._serve(control.sock if control else inherited.control)
 
     def stop(self, why: str) -> None:
@@ -120,6 +120,13 @@ class Supervisor:
         else:
             log.warning("%s: stopping now", why)
             self._force.set()
+
+    def drain(self, why: str) -> None:
+        """Drain; joins a drain that is going on."""
+        if self._stop.is_set():
+            log.info("%s: already draining", why)
+        else:
+            self.stop(why)
 
     async def _serve(self, control: Any) -> int:
         self._follow_parent()
