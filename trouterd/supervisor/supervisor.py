@@ -71,8 +71,8 @@ class Supervisor:
         """Serve until told to stop.
 
         Returns:
-            The exit code: 0 drained; 1 forced, answers cut off, or a process that would not start; 78 a model or the
-            configuration is at fault.
+            The exit code: 0 drained; 1 forced, answers cut off or failed meanwhile, or a process that would not start; 78 a model
+            or the configuration is at fault.
 
         Raises:
             SocketError: an address cannot be opened (`SocketInUseError`: another process answers there).
@@ -266,10 +266,12 @@ class Supervisor:
         for worker in self._fleet.workers.values():
             if worker.state == "up":
                 await self._drain_worker(worker, max(deadline - time.monotonic(), 0.05))
-        cut = (result or {}).get("cut", 0)
+        cut, failed = result["cut"], result["failed"]
+        if failed:
+            log.warning("drain: %d answer%s failed", failed, "" if failed == 1 else "s")
         if cut:
             log.warning("drain: %d answer%s cut off after %g s", cut, " was" if cut == 1 else "s were", seconds)
-        return not cut
+        return not (cut or failed)
 
     async def _drain_worker(self, worker: Child, seconds: float) -> None:
         """Every answer is finished: a worker that dies now, or has died unnoticed, costs nobody anything."""
