@@ -16,6 +16,7 @@ from trouterd import __version__, logs
 from trouterd.config import Config
 from trouterd.downloads import hints
 from trouterd.settings import DEFAULT_FILE, ConfigError, load
+from trouterd.termination import terminable
 from trouterd.training import command as training
 from trouterd.training.faults import TrainingError, TrainingUsageError
 
@@ -185,6 +186,14 @@ def _load(
 
 
 def _serve(options: argparse.Namespace) -> int:
+    try:
+        with terminable():
+            return _supervise(options)
+    except KeyboardInterrupt:
+        return EXIT_OK  # nothing was opened: the supervisor takes signals itself, before it opens anything
+
+
+def _supervise(options: argparse.Namespace) -> int:
     from ipc.errors import SegmentError
     from trouterd.supervisor.sockets import AddressError, SocketError, SocketInUseError
     from trouterd.supervisor.supervisor import Supervisor
@@ -244,7 +253,6 @@ def _demo(options: argparse.Namespace) -> int:
     del options
     from trouterd.daemon import Daemon, DaemonError
     from trouterd.demo.show import run_demo
-    from trouterd.termination import terminable
 
     with terminable(), tempfile.TemporaryDirectory(prefix="trouterd-demo-") as folder:
         path, api = Path(folder) / DEFAULT_FILE, Path(folder) / "trouterd.sock"

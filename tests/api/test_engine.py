@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 
 import pytest
@@ -11,7 +12,7 @@ from ipc.messages import Abort, Message, Sampling, Submit, Tokens, TokenUpdate, 
 from models.tokenizer import Tokenizer
 from tests.api.harness import config
 from trouterd.api.catalog import Catalog
-from trouterd.api.engine import MIN_TICK, EngineClient
+from trouterd.api.engine import MIN_TICK, EngineClient, Unfinished
 from trouterd.api.errors import RequestError
 from trouterd.api.live import Job, LiveRequest
 from trouterd.control import PeerState
@@ -115,4 +116,26 @@ async def test_drained_waits_for_the_handler(tokenizer: Tokenizer) -> None:
         await asyncio.sleep(0)
         assert bench.engine.active == 0
         assert not drain.done(), "the answer is not written yet"
-    assert await drain == 0
+    assert await drain == Unfinished(cut=0, failed=0)
+
+
+@pytest.mark.parametrize("code", ["", "worker_lost", "aborted", "client"])
+async def test_drained_counts_what_failed_meanwhile(tokenizer: Tokenizer, code: str) -> None:
+    """Of two choices one is finished; how the operator's aborts and clients' mistakes end says nothing of the drain."""
+    bench = Bench(tokenizer, choices=2)
+    with contextlib.suppress(RequestError), bench.live:
+        drain = asyncio.create_task(bench.engine.drain(None))
+        await asyncio.sleep(0)
+        bench.engine.settle(bench.live.generations[0], "stop")
+        match code:
+            case "worker_lost":
+                bench.engine.on_peer_state(PeerState("small", "down", 1))
+            case "aborted":
+                bench.engine.abort("r")
+            case "client":
+                bench.engine.fail(bench.live, RequestError(400, "engine_error", "no such parameter"))
+            case _:
+                bench.deliver(0, [5], "stop", rid=bench.live.generations[1].rid)
+                bench.engine.settle(bench.live.generations[1], "stop")
+        await bench.live.updates()
+    assert await drain == Unfinished(cut=0, failed=int(code == "worker_lost"))

@@ -213,7 +213,7 @@ async def test_c32_drain_lets_streams_finish(tmp_path: Path, tokenizer: Tokenize
         for stream in await asyncio.gather(*running):
             assert stream.text() == "ab"
             assert stream.done
-        assert await drain == {"cut": 0}
+        assert await drain == {"cut": 0, "failed": 0}
 
 
 async def test_c32_drain_timeout_sends_error_frames(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -223,7 +223,7 @@ async def test_c32_drain_timeout_sends_error_frames(tmp_path: Path, tokenizer: T
         stream, whole = asyncio.create_task(api.chat_stream()), asyncio.create_task(api.chat())
         while len(api.workers.submits) < 2:
             await asyncio.sleep(0)
-        assert await verbs.drain({"timeout": 0.0}) == {"cut": 2}
+        assert await verbs.drain({"timeout": 0.0}) == {"cut": 2, "failed": 0}
         ended = await stream
         status, body = await whole
     assert ended.events[-1]["error"]["code"] == "shutdown"

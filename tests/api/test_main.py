@@ -146,7 +146,7 @@ async def test_serves_drains_and_ends(tmp_path: Path) -> None:
         assert 'trouterd_requests_pending{model="small"} 4.0' in page
         assert "trouterd_request_success_total" in page
 
-        assert (await supervisor.call("drain", timeout=5.0)).result == {"cut": 0}
+        assert (await supervisor.call("drain", timeout=5.0)).result == {"cut": 0, "failed": 0}
         assert (await supervisor.session.post(CHAT, json=chat_body(model="small"))).status == 503
     assert supervisor.role.result() == 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import tomllib
 from pathlib import Path
@@ -61,6 +63,19 @@ def test_socket_in_use_is_a_temporary_failure(tmp_path: Path) -> None:
         done = trouterd("serve", cwd=tmp_path)
     assert done.returncode == 75
     assert "trouterd.sock is in use: another process answers on it" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stop_before_anything_is_opened(tmp_path: Path, number: signal.Signals) -> None:
+    os.mkfifo(tmp_path / "config")
+    command = module_command("trouterd.cli", "serve", "-c", str(tmp_path / "config"))
+    with (
+        subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as daemon,
+        (tmp_path / "config").open("w"),  # returns when the daemon reads it
+    ):
+        daemon.send_signal(number)
+        _, complaint = daemon.communicate()
+    assert (daemon.returncode, complaint) == (0, "")
 
 
 def test_version_and_usage(tmp_path: Path) -> None:

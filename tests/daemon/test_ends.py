@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from pathlib import Path
@@ -75,6 +76,25 @@ async def test_c32_second_signal(tmp_path: Path) -> None:
             assert rest.endswith("data: [DONE]\n\n")
         assert await end - told < BUSY * 0.5
         assert daemon.process.returncode == 1
+
+
+async def test_answers_that_fail_in_the_drain_are_told(tmp_path: Path) -> None:
+    async with serving(tmp_path, scripts(tmp_path, delay_ms=5)) as daemon, daemon.session() as session:
+        pids = await daemon.pids()
+        lost, whole = await asyncio.gather(begin(session, "small", 4000), begin(session, "large", 100))
+        async with daemon.session() as late:
+            async with late.get("/health"):
+                pass
+            daemon.process.send_signal(signal.SIGTERM)
+            while True:  # until the api drains
+                async with late.get("/ready") as answer:
+                    if answer.status == 503:
+                        break
+        os.kill(pids["small"], signal.SIGKILL)
+        assert '"code":"worker_lost"' in (await lost.read()).decode()
+        assert '"finish_reason":"length"' in (await whole.read()).decode()
+        assert await daemon.process.wait() == 1
+        await daemon.logged("drain: 1 answer failed")
 
 
 @pytest.mark.slow

@@ -82,8 +82,8 @@ class Api:
             async with asyncio.timeout(args["timeout"]):
                 await self.idle.wait()
         except TimeoutError:
-            return {"cut": len(self.open)}
-        return {"cut": 0}
+            return {"cut": len(self.open), "failed": 0}
+        return {"cut": 0, "failed": 0}
 
 
 class Worker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 
 from tests.supervisor.conftest import Start
-from tests.supervisor.daemon import Daemon, finish, rest, stalls, toy_config
+from tests.supervisor.daemon import Daemon, finish, rest, segments, stalls, toy_config
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -67,6 +68,16 @@ def test_drain_by_control_socket(start: Start) -> None:
     assert daemon.wait() == 0
 
 
+def test_second_drain_joins_the_first(start: Start) -> None:
+    daemon = start().wait_ready()
+    link = daemon.open_request()
+    answers = [daemon.ask("drain").result for _ in range(2)]
+    assert answers == [{"state": "draining", "drain_timeout": 30.0}] * 2
+    assert finish(link) == b"done\n"
+    assert daemon.wait() == 0
+    assert "already draining" in daemon.log
+
+
 def test_stuck_worker_does_not_hold_up_the_end(start: Start, tmp_path: Path) -> None:
     daemon = start(stalls(toy_config(tmp_path, small="ok", stuck="native")), options={"scrape": 0.2}).wait_ready()
     daemon.wait_for(lambda: daemon.child("stuck")["state"] == "stalled", "the native call holds the GIL")
@@ -92,6 +103,26 @@ def test_stop_while_starting(start: Start) -> None:
     daemon.wait_log("small started")
     daemon.signal(signal.SIGTERM)
     assert daemon.wait() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stop_while_sockets_are_opened(start: Start, tmp_path: Path, number: signal.Signals) -> None:
+    config, folder = toy_config(tmp_path), tmp_path / "control"
+    folder.mkdir()
+    server = msgspec.structs.replace(config.server, control=str(folder / "api.ctl"))
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # here it waits, with the API's socket open
+        daemon = start(msgspec.structs.replace(config, server=server))
+        daemon.wait_for(Path(server.socket).exists, "the API's socket")
+        daemon.signal(number)
+    finally:
+        os.close(lock)
+    assert daemon.wait() == 0, daemon.log
+    assert f"{number.name}: draining" in daemon.log
+    assert not Path(server.socket).exists()
+    assert not Path(server.control).exists()
+    assert not segments(daemon.process.pid)
 
 
 def test_drained_daemon_leaves_a_socket_that_another_one_put_there(start: Start) -> None:

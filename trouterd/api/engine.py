@@ -8,7 +8,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -30,7 +30,18 @@ MIN_TICK = 0.01
 """Seconds between two rounds of periodic work, however short the keep-alive interval."""
 FORCE_GRACE = 0.1
 """Seconds that error frames get to reach their clients at the end."""
+SERVER_FAULT = 500
+"""HTTP statuses from here on are ours, not the client's."""
 _EPOCH_SHIFT = 40
+
+
+class Unfinished(NamedTuple):
+    """Choices that a drain did not bring to their ends."""
+
+    cut: int
+    """Still running when its time was over."""
+    failed: int
+    """Ended before with an error that was not the client's, nor the operator's wish."""
 
 
 class EngineClient:
@@ -54,6 +65,7 @@ class EngineClient:
         self.draining = False
         self._drained = asyncio.Event()
         """Set once a drain has been asked for and no request is left."""
+        self._failed_draining = 0
         self.configure(config)
 
     def configure(self, config: Config) -> None:
@@ -152,6 +164,8 @@ class EngineClient:
     def _close(self, live: LiveRequest, failed: bool) -> None:
         """The handler is done with a request, or gone."""
         reason = "error" if failed and (live.error is None or live.error.code != "aborted") else "abort"
+        if self.draining and reason == "error" and (live.error is None or live.error.status >= SERVER_FAULT):
+            self._failed_draining += sum(not generation.settled for generation in live.generations)
         for generation in live.generations:
             self.settle(generation, reason)
         self.metrics.end_to_end[live.served.name].observe(time.monotonic() - live.created)
@@ -244,23 +258,24 @@ class EngineClient:
                 self._generations.pop(generation.rid, None)
             self.fail(live, error)
 
-    async def drain(self, seconds: float | None) -> int:
+    async def drain(self, seconds: float | None) -> Unfinished:
         """Take no new requests and wait for the last one to be answered.
 
         Args:
             seconds: what still runs after that ends with an error; None = wait as long as it takes.
 
         Returns:
-            How many choices were cut off.
+            How many choices were cut off, and how many failed before.
         """
         self.draining = True
         self._check_drained()
         await self._wait_drained(seconds)
-        cut = len(self.report())
+        # Now: those that are cut off end with an error, too.
+        unfinished = Unfinished(cut=len(self.report()), failed=self._failed_draining)
         for live in list(self._lives):
             self.fail(live, _unavailable("the daemon is shutting down", code="shutdown"))
         await self._wait_drained(FORCE_GRACE)
-        return cut
+        return unfinished
 
     async def _wait_drained(self, seconds: float | None) -> None:
         with contextlib.suppress(TimeoutError):

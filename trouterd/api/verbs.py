@@ -85,4 +85,4 @@ class Verbs:
 
     async def drain(self, args: dict[str, Any]) -> dict[str, int]:
         """Take nothing new and return when all is answered; what still runs after `timeout` seconds ends with an error."""
-        return {"cut": await self._engine.drain(args.get("timeout"))}
+        return (await self._engine.drain(args.get("timeout")))._asdict()

@@ -71,13 +71,15 @@ class Supervisor:
         """Serve until told to stop.
 
         Returns:
-            The exit code: 0 drained; 1 forced, answers cut off, or a process that would not start; 78 a model or the
-            configuration is at fault.
+            The exit code: 0 drained; 1 forced, answers cut off or failed meanwhile, or a process that would not start; 78 a model
+            or the configuration is at fault.
 
         Raises:
             SocketError: an address cannot be opened (`SocketInUseError`: another process answers there).
             SegmentError: not enough shared memory for the rings.
         """
+        # Before there is anything that a signal's default action would leave behind; it is acted on once children start.
+        self._handle_signals()
         _raise_file_limit()
         for name in sweep():
             log.info("removed the stale shared memory segment %s", name)
@@ -107,7 +109,7 @@ class Supervisor:
                 on_failure=self._fail,
                 on_call=self._child_call,
             )
-            self._verbs = Verbs(self._fleet, lambda: self._listeners.addresses, self.stop)
+            self._verbs = Verbs(self._fleet, lambda: self._listeners.addresses, self.drain)
             return await self._serve(control.sock if control else inherited.control)
 
     def stop(self, why: str) -> None:
@@ -119,8 +121,14 @@ class Supervisor:
             log.warning("%s: stopping now", why)
             self._force.set()
 
+    def drain(self, why: str) -> None:
+        """Drain; joins a drain that is going on."""
+        if self._stop.is_set():
+            log.info("%s: already draining", why)
+        else:
+            self.stop(why)
+
     async def _serve(self, control: Any) -> int:
-        self._handle_signals()
         self._follow_parent()
         server = ControlServer(self._verbs.answer)
         await server.start(control)
@@ -258,10 +266,12 @@ class Supervisor:
         for worker in self._fleet.workers.values():
             if worker.state == "up":
                 await self._drain_worker(worker, max(deadline - time.monotonic(), 0.05))
-        cut = (result or {}).get("cut", 0)
+        cut, failed = result["cut"], result["failed"]
+        if failed:
+            log.warning("drain: %d answer%s failed", failed, "" if failed == 1 else "s")
         if cut:
             log.warning("drain: %d answer%s cut off after %g s", cut, " was" if cut == 1 else "s were", seconds)
-        return not cut
+        return not (cut or failed)
 
     async def _drain_worker(self, worker: Child, seconds: float) -> None:
         """Every answer is finished: a worker that dies now, or has died unnoticed, costs nobody anything."""

@@ -32,7 +32,7 @@ class Verbs:
         Args:
             fleet: the children.
             addresses: where the HTTP API listens.
-            drain: called to stop the daemon, with who asked.
+            drain: called to stop the daemon, with who asked; once it stops it may be called again.
         """
         self._fleet = fleet
         self._addresses = addresses
