@@ -208,6 +208,19 @@ async def test_paths_methods_and_sizes(tmp_path: Path, tokenizer: Tokenizer) -> 
         assert (status, answer["error"]["code"]) == (413, "body_too_large")
 
 
+async def test_announced_size_is_refused_before_the_body_comes(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    async with serve(tmp_path, tokenizer, HI, settings=config(max_body_bytes=2048)) as api:
+        reader, writer = await asyncio.open_unix_connection(str(api.socket))
+        writer.write(f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n{{".encode())
+        answer = await asyncio.wait_for(reader.readuntil(b"}}"), 30)
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert b'"code":"body_too_large"' in answer
+        assert b"2048" in answer
+        writer.close()
+        await writer.wait_closed()
+        assert (await api.post(TEXT, text_body()))[0] == 200
+
+
 @pytest.mark.parametrize(
     ("length", "max_tokens", "numbers"), [(64, None, ("64", "64")), (80, 1, ("80", "64")), (60, 10, ("70", "64"))]
 )
