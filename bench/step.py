@@ -204,22 +204,26 @@ class Bench:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, write."""
+    """Measure, print, write. Exit code 1 where every case was left out."""
     options = parser(__doc__ or "").parse_args(argv)
     options.arguments = sys.argv[1:] if argv is None else list(argv)
     torch.set_num_threads(options.threads)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            _measure(options, options.model or write_shape(options.shape, Path(folder), options.layers))
+            result = _measure(options, options.model or write_shape(options.shape, Path(folder), options.layers))
     except ModelError as error:
         return usage_fault("bench.step", error)
     except PeerError as error:
         print(f"bench.step: {error}", file=sys.stderr)
         return 1
+    if not any(section in result for section in SECTIONS):
+        print("bench.step: nothing was measured: every case was left out", file=sys.stderr)
+        return 1
     return 0
 
 
-def _measure(options: argparse.Namespace, directory: Path) -> None:
+def _measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """The result, which has the sections of which something was measured."""
     shape = None if options.model else options.shape
     peer: list[PeerStep] = []
     if options.vllm:
@@ -234,6 +238,7 @@ def _measure(options: argparse.Namespace, directory: Path) -> None:
     print("\n" + report)
     if options.markdown:
         _write(options.markdown, report)
+    return bench.result
 
 
 def _most_requests(options: argparse.Namespace) -> int:

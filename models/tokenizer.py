@@ -16,6 +16,7 @@ import tokenizers
 
 from models.chat_template import ChatTemplate, ChatTemplateError
 from models.config import ModelError, read_json
+from models.longest_token import longest_token
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 DEFER_TOKEN = "<|defer|>"  # noqa: S105  (a word of a vocabulary)
@@ -55,6 +56,8 @@ class Tokenizer:
         own_eos = self._id_of("eos_token")
         ids = {*eos_ids, own_eos} if own_eos is not None else set(eos_ids)
         self.eos_ids = frozenset(token for token in ids if 0 <= token < self.vocab_size)
+        normalizer = backend.normalizer
+        self._longest = longest_token(description, normalizer.normalize_str if normalizer else str)
         self._bytes: dict[int, bytes | None] = {}
 
     @classmethod
@@ -81,6 +84,10 @@ class Tokenizer:
         if add_special and self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]:
             del ids[0]
         return ids
+
+    def exceeds(self, text: str, tokens: int) -> bool:
+        """Whether a text certainly has more than this many tokens, by its length alone: False where only encoding it can tell."""
+        return self._longest is not None and self._longest.exceeds(text, tokens)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The prompt's text; `variables` are those of `ChatTemplate.render`. Raises ChatTemplateError."""

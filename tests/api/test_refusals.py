@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers as hf
 
 from models.tokenizer import Tokenizer
 from tests.api.harness import EOS, Script, chat_body, config, serve
+from tests.models.tiny import byte_tokenizer
+from trouterd.api import prompt
 
 HI = Script([*b"hi", EOS])
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+LONG = 50_000
+"""Characters from which on texts take turns, for a test."""
 
 
 def text_body(**fields: Any) -> dict[str, Any]:
@@ -201,6 +208,19 @@ async def test_paths_methods_and_sizes(tmp_path: Path, tokenizer: Tokenizer) -> 
         assert (status, answer["error"]["code"]) == (413, "body_too_large")
 
 
+async def test_announced_size_is_refused_before_the_body_comes(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    async with serve(tmp_path, tokenizer, HI, settings=config(max_body_bytes=2048)) as api:
+        reader, writer = await asyncio.open_unix_connection(str(api.socket))
+        writer.write(f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n{{".encode())
+        answer = await asyncio.wait_for(reader.readuntil(b"}}"), 30)
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert b'"code":"body_too_large"' in answer
+        assert b"2048" in answer
+        writer.close()
+        await writer.wait_closed()
+        assert (await api.post(TEXT, text_body()))[0] == 200
+
+
 @pytest.mark.parametrize(
     ("length", "max_tokens", "numbers"), [(64, None, ("64", "64")), (80, 1, ("80", "64")), (60, 10, ("70", "64"))]
 )
@@ -216,6 +236,70 @@ async def test_c17a_over_long(
         # the single model is not bound by its peer's context
         status, _ = await api.post(TEXT, text_body(model="small", prompt=[1] * length, max_tokens=max_tokens))
         assert status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (TEXT, text_body(prompt="a " * 200), "prompt"),
+        (TEXT, text_body(prompt=["hi", "a " * 200]), "prompt"),
+        (CHAT, chat_body(messages=[{"role": "user", "content": "ä" * 200}]), "messages"),
+    ],
+)
+async def test_texts_that_cannot_fit_are_refused_before_they_are_tokenized(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], param: str
+) -> None:
+    encoded: list[str] = []
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **_: encoded.append(text) or [1])
+    async with serve(tmp_path, tokenizer, HI, contexts={"small": 128, "large": 64}) as api:
+        status, answer = await api.post(path, body)
+        assert status == 400
+        error = answer["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+        assert "64" in error["message"]
+        assert not any(len(text) > 100 for text in encoded)
+        assert api.workers.submits == []
+        assert (await api.post("/tokenize", {"prompt": "a " * 200}))[0] == 200
+
+
+async def test_long_texts_that_shrink_are_served(tmp_path: Path) -> None:
+    backend = hf.Tokenizer.from_file(str(byte_tokenizer(tmp_path / "tokenizer") / "tokenizer.json"))
+    backend.normalizer = hf.normalizers.Strip()
+    async with serve(tmp_path, Tokenizer(backend, {}), HI, contexts={"small": 64, "large": 64}) as api:
+        status, answer = await api.post(TEXT, text_body(prompt="x" + " " * 10_000))
+        assert status == 200
+        assert answer["usage"]["prompt_tokens"] == 2
+
+
+async def test_very_long_texts_are_tokenized_one_at_a_time(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the first one is held, a shorter one passes and the second very long one does not begin."""
+    begun: list[int] = []
+    started, go = threading.Event(), threading.Event()
+
+    def encode(text: str, **_: object) -> list[int]:
+        begun.append(len(text))
+        if len(text) > LONG:
+            started.set()
+            go.wait(30)
+        return [1]
+
+    monkeypatch.setattr(tokenizer, "encode", encode)
+    monkeypatch.setattr(prompt, "_LONG_SIZE", LONG)
+    async with serve(tmp_path, tokenizer, HI) as api:
+        first, second = (
+            asyncio.create_task(api.post("/tokenize", {"prompt": "a" * size})) for size in (LONG + 1, LONG + 2)
+        )
+        try:
+            await asyncio.to_thread(started.wait, 30)
+            for _ in range(3):
+                assert (await api.post("/tokenize", {"prompt": "a" * 10_000}))[0] == 200
+            assert sum(size > LONG for size in begun) == 1
+        finally:
+            go.set()
+        assert [status for status, _ in await asyncio.gather(first, second)] == [200, 200]
+    assert sum(size > LONG for size in begun) == 2
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -851,6 +851,28 @@ def test_a_broken_file_is_ignored(tmp_path: Path, text: str) -> None:
     assert state.load(path, "x") == {}
     assert state.load(tmp_path / "none", "x") == {}
     assert state.load(tmp_path, "x") == {}
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"points": [[1, 1e-9]]},
+        {"points": [[1, 1e12]]},
+        {"points": [[1e9, 1.0]]},
+        {"points": [[size + 1, 1.0] for size in range(2001)]},
+        {"runs": {str(10**30): 1.0}},
+        {"runs": {str(length): 1.0 for length in range(5000)}},
+        {"waited": 1e12, "waited_seconds": 1e12, "handed": 30, "handed_seconds": -1e12},
+        {"waited": 1, "waited_seconds": 1001.0},
+    ],
+)
+def test_a_file_that_no_machine_can_have_written_is_ignored(tmp_path: Path, facts: dict[str, Any]) -> None:
+    path = tmp_path / "batching.json"
+    sound = {"points": [[1, 1e-6], [2000, 1e3]], "runs": {"100000": 1.0}, "waited": 2, "waited_seconds": 2000}
+    for learned, used in ((sound, True), (sound | facts, False)):
+        file = {"version": 1, "fingerprint": "x", "groups": {"small": {"learned": {"small": learned}}}}
+        path.write_text(json.dumps(file))
+        assert bool(state.load(path, "x")) == used
 
 
 def test_a_file_of_other_models_or_versions_is_ignored(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -105,6 +106,28 @@ def test_the_way_of_a_hand_off_is_no_hold() -> None:
     # The first one comes at 1.25 s, the second at 2.25 s.
     both = simulate(network, constant((1, 2)), ScriptWorkload([[0, 1], [0, 0, 1]]), 100)
     assert both.longest_hold == pytest.approx(1.0)
+
+
+class Impatient(Delayed):
+    """Eager, and asked no more often than it takes."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__([[1], [1]])
+        self._left = most
+
+    def launches(self, instant: Instant) -> Sequence[int]:
+        assert self._left, "the clock stands still"
+        self._left -= 1
+        return super().launches(instant)
+
+
+@pytest.mark.parametrize("contention", [(0.0, 0.0), (1.0, 0.3)])
+@pytest.mark.parametrize("handoff", [0.0, 1e-9])
+def test_steps_end_that_the_clock_cannot_tell_apart(contention: tuple[float, float], handoff: float) -> None:
+    network = Network.pair((StepTime.affine(1e-9), StepTime.affine(1e12)), 0.5, contention=contention, handoff=handoff)
+    outcome = simulate(network, Impatient(3000), MarkovWorkload(network.routing, 3, seed=1), 1000)
+    assert sum(outcome.steps) >= 1000
+    assert outcome.seconds >= 1e12
 
 
 def test_dead_end_is_told() -> None:

@@ -81,6 +81,19 @@ def test_cases_that_do_not_fit_are_named(model: Path, tmp_path: Path) -> None:
     assert result["skipped"] == ["decode batch 3 context 40: 192 tokens of KV, but the pool holds 160"]
 
 
+def test_nothing_measured_is_a_failure(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--sections=profile", "--profile-steps=4x2,1x1", "--extend-context=1024", f"--json={tmp_path / 'r.json'}"]
+    assert step.main([f"--model={model}", *SMALL, *sizes]) == 1
+    said = capsys.readouterr()
+    assert said.err == "bench.step: nothing was measured: every case was left out\n"
+    skipped = json.loads((tmp_path / "r.json").read_text())["skipped"]
+    assert skipped == [
+        f"profile {size}: {tokens} tokens, but the context length is 512"
+        for size, tokens in (("4x2", 1026), ("1x1", 1025))
+    ]
+    assert all(f"left out: {case}" in said.out for case in skipped)
+
+
 def test_what_cannot_be_measured_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert step.main(["--shape=Qwen3-0.6B", *SMALL]) == 2
     assert step.main([f"--model={tmp_path}", *SMALL]) == 2

@@ -281,6 +281,66 @@ def test_other_threads_go_on_during_a_long_text(bytetok: Tokenizer) -> None:
     assert after > before
 
 
+def normalising(normalizer: hf.normalizers.Normalizer) -> Tokenizer:
+    backend = merged_bpe()._backend
+    backend.normalizer = normalizer
+    return Tokenizer(backend, {})
+
+
+def test_length_tells_that_a_text_has_too_many_tokens(bytetok: Tokenizer) -> None:
+    longest = len("</s>")
+    assert bytetok.exceeds("a" * (10 * longest + 1), 10)
+    assert not bytetok.exceeds("a" * (10 * longest), 10)
+    # Bytes count, not characters.
+    assert bytetok.exceeds("ä" * (10 * longest // 2 + 1), 10)
+    assert not bytetok.exceeds("</s>" * 10, 10)
+
+
+IOTA = "\u1fbe\u0308\u0301"
+"""What NFC makes the least of: 7 bytes become 2."""
+
+
+@pytest.mark.parametrize("tokenizer", [merged_bpe(), byte_fallback(), normalising(hf.normalizers.NFC())])
+@given(text=st.text() | st.text("aglör <en>d▁" + IOTA, max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_no_text_that_fits_is_too_long(tokenizer: Tokenizer, text: str) -> None:
+    assert not tokenizer.exceeds(text, len(tokenizer.encode(text, add_special=False)))
+    assert tokenizer.exceeds(text + "a" * 10_000, 10)
+
+
+def test_composed_characters_are_not_taken_for_more_than_they_are() -> None:
+    vocab = {piece: number for number, piece in enumerate(sorted(hf.pre_tokenizers.ByteLevel.alphabet()))}
+    backend = hf.Tokenizer(hf.models.BPE(vocab, []))
+    backend.normalizer = hf.normalizers.NFC()
+    backend.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = Tokenizer(backend, {})
+    assert len(tokenizer.encode(IOTA * 100)) == 200
+    assert not tokenizer.exceeds(IOTA * 100, 200)
+    assert tokenizer.exceeds(IOTA * 1000, 200)
+
+
+def test_length_tells_nothing_where_text_may_vanish() -> None:
+    shrinking = [
+        hf.normalizers.Strip(),
+        hf.normalizers.NFKC(),
+        hf.normalizers.Lowercase(),
+        hf.normalizers.Replace("aaaa", "a"),
+        hf.normalizers.Replace(hf.Regex(" +"), " "),
+        hf.normalizers.Sequence([hf.normalizers.NFC(), hf.normalizers.Sequence([hf.normalizers.StripAccents()])]),
+    ]
+    swallowing = merged_bpe()._backend
+    swallowing.add_special_tokens([hf.AddedToken("<pad>", lstrip=True)])
+    partial = hf.Tokenizer(hf.models.BPE({"a": 0}, []))
+    partial.pre_tokenizer = hf.pre_tokenizers.ByteLevel()
+    removing = merged_bpe()._backend
+    removing.pre_tokenizer = hf.pre_tokenizers.Sequence(
+        [hf.pre_tokenizers.Split("a", "removed"), hf.pre_tokenizers.ByteLevel()]
+    )
+    others = [Tokenizer(backend, {}) for backend in (swallowing, partial, removing)]
+    for tokenizer in (words(), *map(normalising, shrinking), *others):
+        assert not tokenizer.exceeds("a" * 100_000, 1)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

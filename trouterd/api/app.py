@@ -24,7 +24,7 @@ LAG_INTERVAL = 0.1
 
 def build_app(services: Services, *, max_body_bytes: int = 16 << 20) -> web.Application:
     """The whole endpoint; run it with `handler_cancellation=True`, so that a client's disconnect ends its requests."""
-    app = web.Application(middlewares=[answer_errors, auth.require_key], client_max_size=max_body_bytes)
+    app = web.Application(middlewares=[answer_errors, auth.require_key, refuse_large], client_max_size=max_body_bytes)
     app[SERVICES] = services
     app.router.add_post("/v1/chat/completions", chat.chat_completions)
     app.router.add_post("/v1/completions", completions.completions)
@@ -93,6 +93,15 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except Exception:
         log.exception("%s %s failed", request.method, request.path, extra={"request_id": request[REQUEST_ID]})
         return await _answer(request, internal())
+
+
+@web.middleware
+async def refuse_large(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """413 for a body that is announced as too large, before it has come; aiohttp looks at what has come only."""
+    announced = request.content_length
+    if announced is not None and announced > request.client_max_size:
+        raise web.HTTPRequestEntityTooLarge(request.client_max_size, announced)
+    return await handler(request)
 
 
 async def _answer(request: web.Request, error: RequestError) -> web.StreamResponse:

@@ -129,7 +129,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     fields = decode(await request.read(), ChatRequest, services.census)
     served = await address(services, fields)
     check_choices(services.engine, fields, 1, "messages")
-    prompt = await chat_prompt(served.tokenizer, fields.messages, fields)
+    context = services.catalog.context(served)
+    prompt = await chat_prompt(served.tokenizer, fields.messages, fields, context=context)
 
     async def text(_: int) -> str:
         return question(fields.messages)

@@ -98,14 +98,14 @@ def _listed(prompt: str | list[Any]) -> list[Any]:
     return list(prompt) if several else [prompt]
 
 
-async def _ids(prompt: str | list[Any], tokenizer: Tokenizer, *, add_special: bool) -> list[int]:
+async def _ids(prompt: str | list[Any], tokenizer: Tokenizer, context: int, *, add_special: bool) -> list[int]:
     """One prompt as ids.
 
     Raises:
-        RequestError: 400, neither text nor ids of this vocabulary.
+        RequestError: 400, neither text nor ids of this vocabulary, or a text that is far too long.
     """
     if isinstance(prompt, str):
-        return await text_prompt(tokenizer, prompt, add_special=add_special)
+        return await text_prompt(tokenizer, prompt, add_special=add_special, context=context)
     await in_turn(len(prompt), lambda: check_ids(prompt, tokenizer.vocab_size, "prompt"))
     return prompt
 
@@ -118,7 +118,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     listed = _listed(fields.prompt)
     check_choices(services.engine, fields, len(listed), "prompt")
     add_special = fields.add_special_tokens is not False
-    prompts = [await _ids(prompt, served.tokenizer, add_special=add_special) for prompt in listed]
+    context = services.catalog.context(served)
+    prompts = [await _ids(prompt, served.tokenizer, context, add_special=add_special) for prompt in listed]
 
     async def text(number: int) -> str:
         given = listed[number]

@@ -57,6 +57,11 @@ def invalid(message: str, param: str | None = None) -> RequestError:
     return RequestError(400, "invalid_value", message, param=param)
 
 
+def over_context(message: str, param: str) -> RequestError:
+    """400: more tokens than the context has."""
+    return RequestError(400, "context_length_exceeded", message, param=param)
+
+
 def unsupported(param: str, message: str = "") -> RequestError:
     """400: a field of the OpenAI interface that is not implemented, with a value that asks for it."""
     return RequestError(400, "unsupported_parameter", message or f"'{param}' is not supported", param=param)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 from models.chat_template import ChatTemplateError
 from models.tokenizer import Tokenizer
-from trouterd.api.errors import RequestError, invalid, unsupported
+from trouterd.api.errors import RequestError, invalid, over_context, unsupported
 from trouterd.api.schema import ChatMessage, ContentPart
 
 T = TypeVar("T")
 INLINE_SIZE = 8192
 """Longer texts (characters) and lists (ids) are worked on in a thread, so that they do not hold up the tokens of others."""
+_LONG_SIZE = 1 << 20
+"""Longer ones take their turn in one thread: tokenizing takes about 150 times the memory of a text while it lasts."""
+_LONG = ThreadPoolExecutor(1, "long-prompt")
 
 _RESERVED_KWARGS = frozenset(
     ("add_generation_prompt", "bos_token", "eos_token", "messages", "pad_token", "self", "tools", "unk_token")
@@ -87,8 +91,12 @@ def _template_kwargs(fields: TemplateFields) -> dict[str, Any]:
 
 
 async def in_turn(size: int, work: Callable[[], T]) -> T:
-    """The result of `work` over a text or list of `size` items; in a thread when it is long."""
-    return work() if size <= INLINE_SIZE else await asyncio.to_thread(work)
+    """The result of `work` over a text or list of `size` items; in a thread when it is long, one at a time when it is very long."""
+    if size <= INLINE_SIZE:
+        return work()
+    if size <= _LONG_SIZE:
+        return await asyncio.to_thread(work)
+    return await asyncio.get_running_loop().run_in_executor(_LONG, work)
 
 
 def _open_end(text: str, final: str) -> str:
@@ -106,27 +114,53 @@ def _open_end(text: str, final: str) -> str:
     return text[: start + len(kept)]
 
 
-def _encode_chat(tokenizer: Tokenizer, turns: Sequence[dict[str, Any]], kwargs: dict[str, Any]) -> list[int]:
+def _check_length(tokenizer: Tokenizer, text: str, context: int | None, param: str) -> None:
+    """Refuse a text that cannot fit before it is tokenized.
+
+    Raises:
+        RequestError: 400.
+    """
+    if context is not None and tokenizer.exceeds(text, context):
+        raise over_context(f"the prompt of {len(text)} characters has more tokens than the context of {context}", param)
+
+
+def _encode_chat(
+    tokenizer: Tokenizer, turns: Sequence[dict[str, Any]], kwargs: dict[str, Any], context: int | None
+) -> list[int]:
     text = tokenizer.apply_chat_template(turns, **kwargs)
     if kwargs["continue_final_message"]:
         text = _open_end(text, turns[-1]["content"])
+    _check_length(tokenizer, text, context, "messages")
     return tokenizer.encode(text, add_special=False)
 
 
-async def chat_prompt(tokenizer: Tokenizer, messages: Sequence[ChatMessage], fields: TemplateFields) -> list[int]:
+async def chat_prompt(
+    tokenizer: Tokenizer, messages: Sequence[ChatMessage], fields: TemplateFields, *, context: int | None = None
+) -> list[int]:
     """Prompt ids of a conversation. The template alone decides about BOS.
 
+    Args:
+        tokenizer: the model's.
+        messages: the conversation.
+        fields: how it becomes a prompt.
+        context: tokens; a text that certainly has more is refused at once. None: of any length.
+
     Raises:
-        RequestError: 400 when the messages or the template refuse.
+        RequestError: 400 when the messages or the template refuse, or there is too much of them.
     """
     turns, kwargs = template_messages(messages), _template_kwargs(fields)
     size = sum(len(turn["content"]) for turn in turns)
     try:
-        return await in_turn(size, lambda: _encode_chat(tokenizer, turns, kwargs))
+        return await in_turn(size, lambda: _encode_chat(tokenizer, turns, kwargs, context))
     except ChatTemplateError as error:
         raise RequestError(400, "invalid_messages", str(error), param="messages") from error
 
 
-async def text_prompt(tokenizer: Tokenizer, text: str, *, add_special: bool) -> list[int]:
-    """Prompt ids of a plain text; BOS is added where the tokenizer adds it."""
+async def text_prompt(tokenizer: Tokenizer, text: str, *, add_special: bool, context: int | None = None) -> list[int]:
+    """Prompt ids of a plain text; BOS is added where the tokenizer adds it. `context` as for `chat_prompt`.
+
+    Raises:
+        RequestError: 400, more than the context holds.
+    """
+    _check_length(tokenizer, text, context, "prompt")
     return await in_turn(len(text), lambda: tokenizer.encode(text, add_special=add_special))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ipc.messages import Sampling
-from trouterd.api.errors import RequestError, invalid
+from trouterd.api.errors import invalid, over_context
 from trouterd.api.schema import MAX_STOP_CHARACTERS, MAX_STOPS, SamplingFields
 
 _U64 = (1 << 64) - 1
@@ -49,23 +49,19 @@ def stop_strings(request: SamplingFields) -> tuple[str, ...]:
 def _token_budget(request: SamplingFields, prompt_tokens: int, context: int, prompt_param: str) -> int:
     """Most tokens to generate: the explicit number, or what the context leaves."""
     if prompt_tokens >= context:
-        raise RequestError(
-            400,
-            "context_length_exceeded",
+        raise over_context(
             f"the prompt has {prompt_tokens} tokens; the context of {context} tokens leaves no room for an answer",
-            param=prompt_param,
+            prompt_param,
         )
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     asked: int | None = getattr(request, name)
     if asked is None:
         return context - prompt_tokens
     if prompt_tokens + asked > context:
-        raise RequestError(
-            400,
-            "context_length_exceeded",
+        raise over_context(
             f"{prompt_tokens} prompt tokens and {name}={asked} are {prompt_tokens + asked} tokens; "
             f"the context has {context}",
-            param=name,
+            name,
         )
     return asked
 

@@ -45,11 +45,20 @@ _TIME_SLICES = 1.0
 """Contention of models that share a GPU, as long as nothing else is known."""
 
 
+_LEAST_BASE = 1e-7
+"""Seconds of any step, as fitted."""
 _LEAST, _MOST = 1e-9, 1e12
 """Of what a file may say: no time is shorter, no count larger. Beyond them arithmetic comes to nothing."""
 NotNegative = Annotated[float, Meta(ge=0, le=_MOST)]
 Positive = Annotated[float, Meta(ge=_LEAST, le=_MOST)]
 Signed = Annotated[float, Meta(ge=-_MOST, le=_MOST)]
+_Batch = Annotated[float, Meta(ge=_LEAST, le=1e6)]
+_MOST_SECONDS = 1e3
+"""Of a step or a hand-off."""
+_StepSeconds = Annotated[float, Meta(ge=_LEAST_BASE, le=_MOST_SECONDS)]
+_Run = Annotated[int, Meta(ge=0, le=1 << 31)]
+_MOST_RUNS = 4096
+"""Lengths of runs; what is counted is forgotten long before there are as many."""
 
 
 class Learned(msgspec.Struct):
@@ -61,8 +70,8 @@ class Learned(msgspec.Struct):
     tokens: NotNegative = 0.0
     moves: dict[str, NotNegative] = {}
     """By receiver."""
-    runs: dict[Annotated[int, Meta(ge=0)], Positive] = {}
-    points: list[tuple[Positive, Positive]] = []
+    runs: Annotated[dict[_Run, Positive], Meta(max_length=_MOST_RUNS)] = {}
+    points: Annotated[list[tuple[_Batch, _StepSeconds]], Meta(max_length=SAMPLES)] = []
     """(batch, seconds) without contention."""
     contention: Annotated[float, Meta(ge=0, le=1e3)] | None = None
     waited: NotNegative = 0.0
@@ -70,6 +79,12 @@ class Learned(msgspec.Struct):
     handed: NotNegative = 0.0
     handed_seconds: Signed = 0.0
     """The last four as in `Report`."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where no machine takes as long for a hand-off."""
+        for name in ("waited", "handed"):
+            if abs(getattr(self, f"{name}_seconds")) > _MOST_SECONDS * max(getattr(self, name), 1.0):
+                raise ValueError(f"{name}_seconds: more than {_MOST_SECONDS:g} s each")
 
 
 class Estimator:
@@ -231,7 +246,7 @@ def _line(batch: Floats, seconds: Floats) -> tuple[float, float]:
         )
         slope = min(max(slope, 0.0), float(np.average(medians, weights=counts)) / mean)
     base = float(np.average(medians - slope * sizes, weights=counts))
-    return max(base, 1e-7), slope
+    return max(base, _LEAST_BASE), slope
 
 
 def _contention(batch: Floats, seconds: Floats, overlap: Floats) -> float:

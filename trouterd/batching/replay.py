@@ -52,7 +52,8 @@ class RunWorkload:
         self.requests = requests
         self._random = np.random.default_rng(seed)
         self._lengths = [list(lengths) for lengths in runs]
-        self._odds = [np.array(list(lengths.values())) / sum(lengths.values()) for lengths in runs]
+        # Summed once: there may be thousands of lengths, and thousands of draws.
+        self._odds = [np.cumsum(list(lengths.values())) / sum(lengths.values()) for lengths in runs]
         self._next: list[Floats | None] = []
         """Per model; None: nobody leaves it any more."""
         for model, row in enumerate(routing):
@@ -65,7 +66,9 @@ class RunWorkload:
 
     def _draw(self, model: int) -> int:
         # A file of an earlier version may hold runs without a step.
-        return max(1, int(self._lengths[model][self._random.choice(len(self._odds[model]), p=self._odds[model])]))
+        lengths = self._lengths[model]
+        drawn = int(np.searchsorted(self._odds[model], self._random.random(), side="right"))
+        return max(1, lengths[min(drawn, len(lengths) - 1)])
 
     def start(self, request: int) -> int:  # noqa: ARG002 - the protocol's
         """The entry."""

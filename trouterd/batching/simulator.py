@@ -149,11 +149,16 @@ class _Run:
         others = sum(map(bool, self._running)) - 1
         slow = [1 + factor * others for factor in self._network.contention]
         running = [model for model, batch in enumerate(self._running) if batch]
-        until = min((self._work[model] * slow[model] for model in running), default=float("inf"))
+        seconds = min((self._work[model] * slow[model] for model in running), default=float("inf"))
         before = self._now
         arrival = self._moving[0][0] if self._moving else float("inf")
-        self._now = max(before, min(before + until, self._wake, arrival))
-        seconds = self._now - before
+        other = min(self._wake, arrival)
+        # A step ends by its own length, even where the clock is too far on to tell it apart.
+        if before + seconds <= other:
+            self._now = before + seconds
+        else:
+            self._now = max(before, other)
+            seconds = self._now - before
         for model in running:
             self._busy[model] += seconds
             self._work[model] -= seconds / slow[model]
