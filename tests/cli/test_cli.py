@@ -69,11 +69,10 @@ def test_socket_in_use_is_a_temporary_failure(tmp_path: Path) -> None:
 def test_stop_before_anything_is_opened(tmp_path: Path, number: signal.Signals) -> None:
     os.mkfifo(tmp_path / "config")
     command = module_command("trouterd.cli", "serve", "-c", str(tmp_path / "config"))
-    with (
-        subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as daemon,
-        (tmp_path / "config").open("w"),  # returns when the daemon reads it
-    ):
-        daemon.send_signal(number)
+    with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as daemon:
+        with (tmp_path / "config").open("w"):  # returns when the daemon reads it
+            daemon.send_signal(number)
+        # The end of the file: a signal that came just before the daemon waited for it did not wake it.
         _, complaint = daemon.communicate()
     assert (daemon.returncode, complaint) == (0, "")
 
