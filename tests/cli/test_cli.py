@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,15 @@ def test_socket_in_use_is_a_temporary_failure(tmp_path: Path) -> None:
     assert "trouterd.sock is in use: another process answers on it" in done.stderr
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """What is started hears Ctrl-C, also where these tests are a shell's background job, which does not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_stop_before_anything_is_opened(tmp_path: Path, number: signal.Signals) -> None:
     os.mkfifo(tmp_path / "config")

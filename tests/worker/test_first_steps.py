@@ -170,8 +170,15 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kernel", [False, True])
-@pytest.mark.parametrize("case", CASES)
+# Large steps take the interpreter of the tests longest: without the kernel, which small steps alone go by, in the long run.
+@pytest.mark.parametrize(
+    ("case", "kernel"),
+    [
+        pytest.param(case, kernel, marks=[pytest.mark.slow] if (case, kernel) == ("large steps", False) else [])
+        for case in CASES
+        for kernel in (False, True)
+    ],
+)
 def test_serving_compiles_nothing(directory: Path, seen: Variants, case: str, kernel: bool) -> None:
     served = Served.start(directory, kernel=kernel, **CASES[case])
     assert {"_list_tasks", "_paged_attention", "choose", "finish", "_combine", "_select"} <= {name for name, _ in seen}
