@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,9 +13,6 @@ from models.rows import RowDecoder
 from models.torch_rows import TorchRows
 from models.torch_runner import TorchRunner
 from models.weights import resolve_dtype
-
-if TYPE_CHECKING:
-    from models.cuda.fast_steps import Packer
 
 _PAGE_SIZE = 16
 _FREE_SHARE = 0.85
@@ -59,7 +55,6 @@ def _on_cuda(options: Options, pages: int) -> RowDecoder:
     from models.cuda.decoder import CudaDecoder
     from models.cuda.fast_steps import FastSteps
 
-    packer = _packer(options) if options.megakernel else None
     decoder = CudaDecoder.load(
         options.directory,
         device=options.device,
@@ -67,9 +62,8 @@ def _on_cuda(options: Options, pages: int) -> RowDecoder:
         load_format="dummy" if options.dummy else "safetensors",
         page_size=_PAGE_SIZE,
         context_length=options.context_length,
-        finish_layer=packer.layer if packer else None,
     )
-    fast = FastSteps(decoder, packer) if packer else None
+    fast = FastSteps(decoder, options.kernel_share) if options.megakernel and _has_kernel(options) else None
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(options.device)
     decoder.allocate_kv(min(pages, int(_FREE_SHARE * free) // decoder.kv_bytes_per_page))
@@ -78,15 +72,14 @@ def _on_cuda(options: Options, pages: int) -> RowDecoder:
     return decoder
 
 
-def _packer(options: Options) -> Packer | None:
-    """As a worker with this share of its GPU would pack the weights."""
-    from models.cuda.fast_steps import Packer, obstacle
+def _has_kernel(options: Options) -> bool:
+    """Whether the device and the model's shape allow it."""
+    from models.cuda.fast_steps import obstacle
 
     config = ModelConfig.load(options.directory)
     if problem := obstacle(config, resolve_dtype(options.dtype, config), options.device):
         print(f"small steps are not run as one kernel: {problem}")
-        return None
-    return Packer(config, vocab_size=config.vocab_size, device=options.device, share=options.kernel_share)
+    return not problem
 
 
 def _on_cpu(options: Options, pages: int) -> RowDecoder:

@@ -15,7 +15,7 @@ import torch
 
 from models.batch import StepOutput
 from models.config import ModelConfig, ModelError, served
-from models.cuda.decoder_weights import DecoderWeights, LayerSink, LayerWeights, MatrixKind, TensorSource, load_weights
+from models.cuda.decoder_weights import DecoderWeights, LayerWeights, MatrixKind, TensorSource, load_weights
 from models.cuda.dummy import DummyWeights
 from models.cuda.heads import HeadShape
 from models.cuda.ragged_prefill import RaggedPrefill, flashinfer_present
@@ -111,10 +111,6 @@ class CudaDecoder:
         self.overlap = False
         """Start a small kernel while the product ahead of it ends; needs compute capability 9.0."""
         self.fast_path: FastPath | None = None
-        self.unpack: Callable[[int, MatrixKind], torch.Tensor] | None = None
-        """Gives a matrix that `weights` lacks, valid until its next call."""
-        self.packed_bytes = 0
-        """Memory of packed weights and of what they are unpacked into, beside `weights`."""
         self._ragged: RaggedPrefill | None = None
         self._processors = _processors(self.device)
 
@@ -130,7 +126,6 @@ class CudaDecoder:
         vocab_size: int | None = None,
         context_length: int | None = None,
         shard: Shard | None = None,
-        finish_layer: LayerSink | None = None,
     ) -> CudaDecoder:
         """Read a Hugging Face directory.
 
@@ -143,7 +138,6 @@ class CudaDecoder:
             vocab_size: the tokenizer's number of ids; None keeps every row of the LM head.
             context_length: longest sequence served; None takes the model's own, a larger one is refused.
             shard: which part of the model this device holds; None is all of it.
-            finish_layer: gets each layer when it has been read, and may take its matrices if `unpack` is to give them.
 
         Raises:
             ModelError: naming the file, field or device and what is wrong with it, before weights are read where possible.
@@ -160,9 +154,7 @@ class CudaDecoder:
             torch.set_float32_matmul_precision("highest")
         with torch.no_grad():
             tensors = _open(directory, config, load_format, kind, place)
-            weights = load_weights(
-                tensors, config, part, dtype=kind, device=place, vocab_size=ids, finish_layer=finish_layer
-            )
+            weights = load_weights(tensors, config, part, dtype=kind, device=place, vocab_size=ids)
             return cls(config, weights, part, dtype=kind, page_size=page_size, vocab_size=ids, context_length=context)
 
     @property
@@ -179,8 +171,8 @@ class CudaDecoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights on this device, in all forms in which they are kept."""
-        return self.weights.bytes() + self.packed_bytes
+        """Bytes of weights on this device."""
+        return self.weights.bytes()
 
     def allocate_kv(self, num_pages: int) -> None:
         """Make room for `num_pages` pages and one that belongs to nobody; what was there before is gone."""
@@ -210,15 +202,6 @@ class CudaDecoder:
         """See `Skipper`: the fast path does."""
         return self.fast_path is not None and self.fast_path.skips(rows)
 
-    def matrix(self, layer: int, kind: MatrixKind) -> torch.Tensor:
-        """[outputs, inputs] one of a layer's matrices, valid until the next call."""
-        held = self.weights.layers[layer].matrices.get(kind)
-        if held is not None:
-            return held
-        if self.unpack is None:
-            raise ModelError(f"layer {layer}: the {kind} matrix was given up and nothing unpacks it")
-        return self.unpack(layer, kind)
-
     def _forward(self, rows: Rows, attend: Attend) -> StepOutput:
         from models.cuda.kernels.rms_norm import rms_norm
         from models.cuda.kernels.rotate_store import rotate_store
@@ -232,7 +215,7 @@ class CudaDecoder:
         for index, layer in enumerate(weights.layers):
             if index:
                 self._add_norm(mlp, own, layer.input_norm, sums)
-            self._linear(own.normed, index, layer, "qkv", own.qkv)
+            self._linear(own.normed, layer, "qkv", own.qkv)
             rotate_store(
                 own.qkv,
                 layer.qk_norm,
@@ -246,11 +229,11 @@ class CudaDecoder:
                 overlap=overlap,
             )
             attend(index, own.qkv, own.attended)
-            self._linear(own.attended, index, layer, "o", attention)
+            self._linear(own.attended, layer, "o", attention)
             self._add_norm(attention, own, layer.mlp_norm, sums)
-            self._linear(own.normed, index, layer, "gate_up", own.gate_up)
+            self._linear(own.normed, layer, "gate_up", own.gate_up)
             silu_mul(own.gate_up, own.act, overlap=overlap)
-            self._linear(own.act, index, layer, "down", mlp[: len(rows)])
+            self._linear(own.act, layer, "down", mlp[: len(rows)])
         hidden = self._last_norm(mlp, own, rows.logit_rows, sums)
         return StepOutput(logits=self._logits(hidden), hidden=hidden)
 
@@ -281,8 +264,8 @@ class CudaDecoder:
         rms_norm(own.x, weight, eps, hidden, delta=delta, index=logit_rows, overlap=self.overlap)
         return hidden
 
-    def _linear(self, x: torch.Tensor, index: int, layer: LayerWeights, kind: MatrixKind, out: torch.Tensor) -> None:
-        weight, bias = self.matrix(index, kind).t(), layer.biases.get(kind)
+    def _linear(self, x: torch.Tensor, layer: LayerWeights, kind: MatrixKind, out: torch.Tensor) -> None:
+        weight, bias = layer.matrices[kind].t(), layer.biases.get(kind)
         if bias is None:
             torch.mm(x, weight, out=out)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -34,13 +34,9 @@ class LayerWeights:
     qk_norm: torch.Tensor | None
     """[2, head_dim] weights of q's and k's norm."""
     matrices: dict[MatrixKind, torch.Tensor]
-    """[outputs, inputs] each; one that lies elsewhere, packed, is absent."""
+    """[outputs, inputs] each, of `DecoderWeights.stacks`."""
     biases: dict[MatrixKind, torch.Tensor]
     """[outputs], where the model has them. A row-parallel product's bias is on rank 0 alone."""
-
-
-LayerSink = Callable[[int, LayerWeights], None]
-"""Is told of each layer when it has been read, before the next one takes memory; may take matrices out of it."""
 
 
 @dataclass(slots=True)
@@ -53,6 +49,8 @@ class DecoderWeights:
     head: torch.Tensor
     """[n, H] this rank's block of the LM head, ids from rank * n on; rows past the vocabulary are padding."""
     layers: list[LayerWeights]
+    stacks: dict[MatrixKind, torch.Tensor]
+    """[layers, outputs, inputs], contiguous: the layers' matrices, one behind the other."""
 
     def bytes(self) -> int:
         """Memory that the tensors take, shared ones counted once."""
@@ -62,9 +60,8 @@ class DecoderWeights:
         return sum(storages.values())
 
     def matrix_shapes(self) -> list[tuple[int, int]]:
-        """(outputs, inputs) of this rank's products in a step, those of packed matrices left out."""
-        first = self.layers[0].matrices.values() if self.layers else ()
-        return [(matrix.shape[0], matrix.shape[1]) for matrix in (*first, self.head)]
+        """(outputs, inputs) of this rank's products in a step."""
+        return [(matrix.shape[-2], matrix.shape[-1]) for matrix in (*self.stacks.values(), self.head)]
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         yield from (self.embedding, self.norm, self.head)
@@ -82,7 +79,6 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     vocab_size: int,
-    finish_layer: LayerSink | None = None,
 ) -> DecoderWeights:
     """Read this shard's part of a model; besides the result, one tensor at a time takes memory. Raises ModelError.
 
@@ -93,7 +89,6 @@ def load_weights(
         dtype: of the weights.
         device: where they go.
         vocab_size: rows of the LM head to keep: the tokenizer's ids without padding rows.
-        finish_layer: gets each layer.
     """
     loader = _Loader(source, config, shard, dtype, device)
     head_rows = -(-vocab_size // (shard.world * _HEAD_BLOCK)) * _HEAD_BLOCK
@@ -105,12 +100,12 @@ def load_weights(
     else:
         head = loader.zeros(head_rows, config.hidden_size)
         loader.fill(head, "lm_head.weight", slice(min(block.start, vocab_size), min(block.stop, vocab_size)))
-    layers = []
-    for index in range(config.num_layers):
-        layers.append(loader.layer(f"model.layers.{index}."))
-        if finish_layer is not None:
-            finish_layer(index, layers[-1])
-    return DecoderWeights(embedding, loader.vector("model.norm.weight"), head, layers)
+    stacks = loader.stacks()
+    layers = [
+        loader.layer(f"model.layers.{index}.", {kind: stack[index] for kind, stack in stacks.items()})
+        for index in range(config.num_layers)
+    ]
+    return DecoderWeights(embedding, loader.vector("model.norm.weight"), head, layers, stacks)
 
 
 class _Loader:
@@ -135,21 +130,32 @@ class _Loader:
         """A whole vector."""
         return self._source.part(name, (slice(None),)).to(device=self._device, dtype=self._dtype, copy=True)
 
-    def layer(self, prefix: str) -> LayerWeights:
+    def stacks(self) -> dict[MatrixKind, torch.Tensor]:
+        """Room for the matrices of all layers."""
+        config, world = self._config, self._shard.world
+        hidden, ffn = config.hidden_size, config.intermediate_size // world
+        sizes: dict[MatrixKind, tuple[int, int]] = {
+            "qkv": (sum(self._qkv_sizes().values()) // world, hidden),
+            "o": (hidden, config.q_size // world),
+            "gate_up": (2 * ffn, hidden),
+            "down": (hidden, ffn),
+        }
+        return {kind: self.zeros(config.num_layers, *size) for kind, size in sizes.items()}
+
+    def layer(self, prefix: str, matrices: dict[MatrixKind, torch.Tensor]) -> LayerWeights:
+        """Read a layer, its matrices [outputs, inputs] into the given ones."""
         config, attention, mlp = self._config, f"{prefix}self_attn.", f"{prefix}mlp."
         qkv = {f"{attention}{name}_proj": size for name, size in self._qkv_sizes().items()}
         gate_up = {f"{mlp}{name}_proj": config.intermediate_size for name in ("gate", "up")}
-        matrices: dict[MatrixKind, torch.Tensor] = {
-            "qkv": self._fused(qkv, ".weight", config.hidden_size),
-            "o": self._columns(f"{attention}o_proj.weight", config.hidden_size, config.q_size),
-            "gate_up": self._fused(gate_up, ".weight", config.hidden_size),
-            "down": self._columns(f"{mlp}down_proj.weight", config.hidden_size, config.intermediate_size),
-        }
+        self._fuse(matrices["qkv"], qkv, ".weight")
+        self._columns(matrices["o"], f"{attention}o_proj.weight", config.q_size)
+        self._fuse(matrices["gate_up"], gate_up, ".weight")
+        self._columns(matrices["down"], f"{mlp}down_proj.weight", config.intermediate_size)
         biases: dict[MatrixKind, torch.Tensor] = {}
         if config.qkv_bias:
-            biases["qkv"] = self._fused(qkv, ".bias")
+            biases["qkv"] = self._fuse(self.zeros(len(matrices["qkv"])), qkv, ".bias")
         if config.mlp_bias:
-            biases["gate_up"] = self._fused(gate_up, ".bias")
+            biases["gate_up"] = self._fuse(self.zeros(len(matrices["gate_up"])), gate_up, ".bias")
         if config.o_bias and self._shard.rank == 0:
             biases["o"] = self.vector(f"{attention}o_proj.bias")
         if config.mlp_bias and self._shard.rank == 0:
@@ -168,19 +174,15 @@ class _Loader:
     def _qk_norm(self, prefix: str) -> torch.Tensor:
         return torch.stack([self.vector(f"{prefix}{name}_norm.weight") for name in "qk"])
 
-    def _fused(self, sizes: dict[str, int], suffix: str, *columns: int) -> torch.Tensor:
-        """This shard's rows of several tensors, one after the other."""
-        parts = {name + suffix: self._shard.part(size) for name, size in sizes.items()}
-        fused = self.zeros(sum(part.stop - part.start for part in parts.values()), *columns)
+    def _fuse(self, target: torch.Tensor, sizes: dict[str, int], suffix: str) -> torch.Tensor:
+        """Fill with this shard's rows of several tensors, one after the other."""
         place = 0
-        for name, part in parts.items():
-            self.fill(fused[place:], name, part)
+        for name, size in sizes.items():
+            part = self._shard.part(size)
+            self.fill(target[place:], name + suffix, part)
             place += part.stop - part.start
-        return fused
+        return target
 
-    def _columns(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        """This shard's columns of a matrix."""
-        part = self._shard.part(columns)
-        matrix = self.zeros(rows, part.stop - part.start)
-        self.fill(matrix, name, slice(None), part)
-        return matrix
+    def _columns(self, target: torch.Tensor, name: str, columns: int) -> None:
+        """Fill with this shard's columns of a matrix."""
+        self.fill(target, name, slice(None), self._shard.part(columns))

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import ctypes
 
+from models.cuda.tensor_map import MAP_BYTES
+
 MATRICES = 5
+TILE_SIZES = 3
+_ALIGNMENT = 64
+"""Bytes, of a tensor map, and so of everything."""
 
 _POINTERS = """tokens positions slots counts page_table logit_rows
     x qkv attended act partial partial_sums tickets arrivals logits hidden_out"""
@@ -13,24 +18,22 @@ _SIZES = """rows logit_count layers hidden heads kv_heads head_dim intermediate
 
 
 class Matrix(ctypes.Structure):
-    """A packed matrix."""
+    """A matrix of every layer."""
 
     _fields_ = (
-        ("offset", ctypes.c_longlong),
+        ("maps", ctypes.c_ubyte * MAP_BYTES * TILE_SIZES),
+        ("tile_units", ctypes.c_int * TILE_SIZES),
+        ("steps", ctypes.c_int * TILE_SIZES),
         ("units", ctypes.c_int),
         ("blocks", ctypes.c_int),
         ("rotation", ctypes.c_int),
-        ("unused", ctypes.c_int),
+        ("unused", ctypes.c_int * 7),
     )
 
 
-class Params(ctypes.Structure):
-    """Everything that a launch is told."""
-
+class _Fields(ctypes.Structure):
     _fields_ = (
         ("matrices", Matrix * MATRICES),
-        ("layer_bytes", ctypes.c_longlong),
-        ("stream", ctypes.c_void_p),
         ("embedding", ctypes.c_void_p),
         ("vectors", ctypes.c_void_p),
         ("vector_stride", ctypes.c_int),
@@ -50,3 +53,9 @@ class Params(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("inverse_hidden", ctypes.c_float),
     )
+
+
+class Params(_Fields):
+    """Everything that a launch is told."""
+
+    _fields_ = (("padding", ctypes.c_ubyte * (-ctypes.sizeof(_Fields) % _ALIGNMENT)),)

@@ -10,9 +10,12 @@ import torch
 
 from models.batch import StepOutput
 from models.config import ModelConfig, ModelError
+from models.cuda.decoder_weights import MATRICES
 from models.cuda.mega_params import Params
+from models.cuda.mega_weights import MegaWeights, shape_problem
 from models.cuda.nvcc import load_library
-from models.cuda.packed_weights import KINDS, PackedWeights, shape_problem
+from models.cuda.shares import STAGE_BYTES
+from models.cuda.tensor_map import Boxes
 from models.rows import Rows
 
 MAX_ROWS = 64
@@ -24,8 +27,6 @@ fewer. On an H200 decode steps of 8, 16, 24 and 32 rows of Qwen3-0.6B with R2R's
 _HALF = 0.5
 ROW_COUNTS = (8, 16, 32, 64)
 """Rows for which the kernel is compiled; a step takes the smallest that holds it."""
-COPY_SHARE = 8
-"""Where packed weights take more than this part of the device's memory, plain ones are not kept beside them."""
 KEY_TILE = 16
 """A page holds a multiple of so many tokens."""
 _QUERY_BLOCK = 64
@@ -37,14 +38,12 @@ def served_rows(share: float) -> int:
     return SERVED_ROWS if share > _HALF else DIVIDED_ROWS
 
 
-def fits_twice(weights: int, memory: int) -> bool:
-    """Whether weights of so many bytes are kept in both forms on a device with so much memory: else larger steps than the kernel
-    takes unpack every matrix first."""
-    return weights * COPY_SHARE <= memory
-
-
 class Launcher(Protocol):
     """Starts the compiled kernel."""
+
+    def encode(self, boxes: Boxes) -> bytes:
+        """The kernel's tensor map of them. Raises ModelError."""
+        ...
 
     def launch(self, params: Params, rows: int, grid: int) -> None:
         """Enqueue it on the current stream, in the variant for up to `rows` rows. Raises ModelError."""
@@ -77,7 +76,7 @@ class Megakernel:
     """Runs steps of up to 64 rows. One launch at a time: scratch is shared between them.
 
     Args:
-        weights: packed for `weights.grid` SMs, all of which must be free to run the kernel at the same time.
+        weights: dealt to `weights.grid` SMs, all of which must be free to run the kernel at the same time.
         k_cache: [layers, pages, kv_heads, page_size, head_dim] bfloat16, contiguous.
         v_cache: the same for V.
         rotations: [context_length, 2, head_dim / 2] float32 cos and sin.
@@ -90,7 +89,7 @@ class Megakernel:
 
     def __init__(
         self,
-        weights: PackedWeights,
+        weights: MegaWeights,
         *,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
@@ -114,8 +113,6 @@ class Megakernel:
         self._split_tasks = 4 * weights.grid
         scratch = self._scratch
         self._params = Params(
-            layer_bytes=weights.layer_elements * 2,
-            stream=weights.stream.data_ptr(),
             embedding=weights.embedding.data_ptr(),
             vectors=weights.vectors.data_ptr(),
             vector_stride=weights.vector_stride,
@@ -147,8 +144,8 @@ class Megakernel:
             eps=config.rms_norm_eps,
             inverse_hidden=1.0 / config.hidden_size,
         )
-        self._describe()
         self._launcher: Launcher = launcher or GpuLauncher(weights)
+        self._describe()
 
     def takes(self, rows: Rows) -> bool:
         """Whether it runs this step faster than others do; depends on the shapes alone."""
@@ -162,7 +159,7 @@ class Megakernel:
         """As `RowDecoder.forward`, for steps that it `takes`; can be captured."""
         count, wanted, params = len(rows), len(rows.logit_rows), self._params
         logits = torch.empty((wanted, self.vocab_size), device=self.weights.device)
-        hidden = self.weights.stream.new_empty((wanted, self.config.hidden_size))
+        hidden = self.weights.embedding.new_empty((wanted, self.config.hidden_size))
         params.tokens = rows.tokens.data_ptr()
         params.positions = rows.positions.data_ptr()
         params.slots = rows.slots.data_ptr()
@@ -188,23 +185,23 @@ class Megakernel:
         """Where matrices and vectors lie."""
         weights, params = self.weights, self._params
         rotation = 0
-        for index, layout in enumerate((*(weights.layouts[kind] for kind in KINDS), weights.head_layout)):
-            matrix = params.matrices[index]
-            matrix.units = layout.units
-            matrix.blocks = layout.blocks
+        for matrix, (shares, sizes) in zip(params.matrices, weights.dealt(), strict=True):
+            matrix.units = shares.units
+            matrix.blocks = shares.blocks
             # The SMs with a unit more than others take turns.
             matrix.rotation = rotation
-            rotation = (rotation + layout.extra) % weights.grid
-            matrix.offset = 2 * (
-                weights.offset(KINDS[index]) if index < len(KINDS) else self.config.num_layers * weights.layer_elements
-            )
+            rotation = (rotation + shares.extra) % weights.grid
+            for index, (units, boxes) in enumerate(zip(shares.tile_sizes(), sizes, strict=True)):
+                matrix.maps[index][:] = self._launcher.encode(boxes)
+                matrix.tile_units[index] = units
+                matrix.steps[index] = shares.step(units)
 
         def offset(name: str) -> int:
             return weights.vector_offsets.get(name, (-1, 0))[0]
 
         params.input_norm, params.mlp_norm = offset("input_norm"), offset("mlp_norm")
         params.q_norm, params.k_norm = offset("q_norm"), offset("k_norm")
-        for index, kind in enumerate(KINDS):
+        for index, kind in enumerate(MATRICES):
             params.bias[index] = offset(f"{kind}_bias")
 
 
@@ -216,13 +213,17 @@ class GpuLauncher:
     """
 
     def __init__(
-        self, weights: PackedWeights, flags: tuple[str, ...] = (), row_counts: tuple[int, ...] = ROW_COUNTS
+        self, weights: MegaWeights, flags: tuple[str, ...] = (), row_counts: tuple[int, ...] = ROW_COUNTS
     ) -> None:
         self._device = weights.device
         shape = (*variant_flags(weights), *flags)
         units = [(f"-DMEGA_ROWS={rows}", *shape) for rows in row_counts]
         self._library = load_library(_SOURCES, units, "megakernel.cu")
         self._functions = {rows: self._function(f"mega_launch_{rows}") for rows in row_counts}
+
+    def encode(self, boxes: Boxes) -> bytes:
+        """See `Launcher`."""
+        return boxes.encode()
 
     def launch(self, params: Params, rows: int, grid: int) -> None:
         """See `Launcher`."""
@@ -239,12 +240,13 @@ class GpuLauncher:
         return function
 
 
-def variant_flags(weights: PackedWeights) -> tuple[str, ...]:
-    """What the kernel is compiled for: the sizes of its tiles and heads."""
-    layouts = weights.layouts
-    norm = layouts["qkv"].tile_mask() | layouts["gate_up"].tile_mask() | weights.head_layout.tile_mask()
-    plain = layouts["o"].tile_mask() | layouts["down"].tile_mask()
+def variant_flags(weights: MegaWeights) -> tuple[str, ...]:
+    """What the kernel is compiled for: the sizes of its chunks, tiles and heads."""
+    shares = weights.shares
+    norm = shares["qkv"].tile_mask() | shares["gate_up"].tile_mask() | weights.head_shares.tile_mask()
+    plain = shares["o"].tile_mask() | shares["down"].tile_mask()
     return (
+        f"-DMEGA_STAGE_BYTES={STAGE_BYTES}",
         f"-DMEGA_NORM_UNITS={norm:#x}",
         f"-DMEGA_PLAIN_UNITS={plain:#x}",
         f"-DMEGA_HEAD_DIM={weights.config.head_dim}",

@@ -14,7 +14,7 @@ from tests.models.foreign import tiny_foreign
 from tests.models.tiny import tiny_qwen3
 from trouterd.check import deep_problems
 from trouterd.config import Config, Gpu, Model, Route
-from trouterd.memory import GIB, weights_per_gpu
+from trouterd.memory import GIB
 from trouterd.worker import gpu_check
 from trouterd.worker.gpu_check import (
     Backend,
@@ -186,26 +186,20 @@ def test_one_persistent_kernel_on_a_gpu(tmp_path: Path) -> None:
     assert problem.startswith("models.m.megakernel: it needs pages of a multiple of 16 tokens, not 8")
 
 
-def test_a_visited_model_that_would_be_kept_packed_only_has_no_persistent_kernel(tmp_path: Path) -> None:
+def test_every_gpu_gives_its_smallest_model_the_kernel(tmp_path: Path) -> None:
+    """Also one that routes visit, on a GPU of its own."""
     small = on_gpu(tiny_qwen3(tmp_path / "small", **WIDE))
-    large = on_gpu(tiny_qwen3(tmp_path / "large", vocab=4000, **WIDE), "cuda:1")
-    size = weights_per_gpu(large)
-    tight, roomy = (host(*[gpu_check.Gpu("H200", (9, 0), memory)] * 2) for memory in (8 * size - 1, 8 * size))
+    large = tiny_qwen3(tmp_path / "large", vocab=4000, **WIDE)
     route = Route(models=["small", "large"], algorithm="entropy")
 
-    def chosen(where: Host, entry: str = "small", **changed: Model) -> list[str]:
-        models = {"small": small, "large": large} | changed
-        routes = {"auto": msgspec.structs.replace(route, models=sorted(models, key=lambda name: name != entry))}
-        return [name for name in models if may_use_megakernel(name, Config(models=models, routes=routes), where)]
+    def chosen(device: str, **changed: str) -> list[str]:
+        models = {"small": msgspec.structs.replace(small, **changed), "large": on_gpu(large, device)}
+        config = Config(models=models, routes={"auto": route})
+        return [name for name in models if may_use_megakernel(name, config, host(H200, H200))]
 
-    assert chosen(tight) == ["small"]
-    assert chosen(roomy) == ["small", "large"]
-    assert chosen(tight, large=msgspec.structs.replace(large, megakernel="on")) == ["small", "large"]
-    # An entry feeds a row a request, whatever its size; so does a model that no route has.
-    assert chosen(tight, entry="large") == ["small", "large"]
-    assert [name for name in ("large",) if may_use_megakernel(name, Config(models={"large": large}), tight)] == [
-        "large"
-    ]
+    assert chosen("cuda:0") == ["small"]
+    assert chosen("cuda:0", megakernel="off") == [], "visits are too large for a part of a GPU"
+    assert chosen("cuda:1") == ["small", "large"]
 
 
 def test_weights_of_other_architectures_are_their_files(tmp_path: Path) -> None:

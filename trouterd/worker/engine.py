@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,9 +35,6 @@ from trouterd.worker.gpu_check import (
 from trouterd.worker.gpu_engine import DecoderWeights, GpuEngine, PooledRunner, TorchWeights, Weights
 from trouterd.worker.room import gpu_context, model_room, script_room
 from trouterd.worker.route import ModelFacts
-
-if TYPE_CHECKING:
-    from models.cuda.fast_steps import Packer
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +144,6 @@ def _load_on_gpu(name: str, config: Config, shape: Shape, host: Host) -> Loaded:
             from models.cuda.fast_steps import FastSteps
 
             vocab_size = vocabulary_size(model.tokenizer_folder)
-            packer = _packer(name, config, shape, vocab_size, host)
             decoder = CudaDecoder.load(
                 Path(model.path),
                 device=device,
@@ -157,10 +152,13 @@ def _load_on_gpu(name: str, config: Config, shape: Shape, host: Host) -> Loaded:
                 page_size=model.page_size,
                 vocab_size=vocab_size,
                 context_length=context,
-                finish_layer=packer.layer if packer else None,
             )
             decoder.ragged_prefill &= backend.ragged_prefill
-            weights = DecoderWeights(decoder, model, FastSteps(decoder, packer) if packer else None)
+            fast = None
+            if may_use_megakernel(name, config, host):
+                log.info("%s: small steps run as one kernel", name)
+                fast = FastSteps(decoder, kernel_share(name, config))
+            weights = DecoderWeights(decoder, model, fast)
             facts = ModelFacts(decoder.vocab_size, decoder.hidden_size, device, decoder.weights.embedding)
     except torch.OutOfMemoryError as error:
         raise ModelError(
@@ -205,19 +203,6 @@ def _load_split(name: str, model: Model, shape: Shape, host: Host, ranks: Ranks)
     facts = ModelFacts(decoder.vocab_size, decoder.config.hidden_size, decoder.device, decoder.embedding)
     meter = SplitMemory(decoder.device, ranks)
     return Loaded(facts, GpuEngine(name, model, DecoderWeights(decoder, model), context, meter), backend.name)
-
-
-def _packer(name: str, config: Config, shape: Shape, vocab_size: int, host: Host) -> Packer | None:
-    """What packs the weights of the model that has its GPU's persistent kernel."""
-    if not isinstance(shape, ModelConfig) or not may_use_megakernel(name, config, host):
-        return None
-    from models.cuda.fast_steps import Packer
-
-    model = config.models[name]
-    device = torch.device("cuda", model.gpus[0])
-    packer = Packer(shape, vocab_size=vocab_size, device=device, share=kernel_share(name, config))
-    log.info("%s: small steps run as one kernel%s", name, "; its weights are kept packed only" * packer.alone)
-    return packer
 
 
 def kernel_share(name: str, config: Config) -> float:

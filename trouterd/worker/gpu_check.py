@@ -150,8 +150,8 @@ def may_use_megakernel(name: str, config: Config, host: Host) -> bool:
     The kernel's blocks wait for each other, so that all of them must be on the GPU at once. Two such kernels side by side
     could each hold what the other waits for: of models that share a GPU those get it that say "on", several only on parts that
     add up to one GPU, or where models take turns; if none does, the one with the fewest weights: it takes most steps, and gains
-    most where steps are short. A large model that is visited feeds some tokens of every request at once, more rows than the
-    kernel is fast at: where its weights would be kept for the kernel alone, it has to say "on" on a GPU of its own, too.
+    most where steps are short. A model that routes visit feeds some tokens of every request at once, more rows than a part of a
+    GPU is fast at: where it shares one, it has to say "on".
 
     Raises:
         ModelError: the model says "on" and cannot, with the reason.
@@ -169,16 +169,12 @@ def _megakernel_owners(config: Config, gpu: int, host: Host) -> tuple[str, ...]:
     models = {name: config.models[name] for name in config.sharing(gpu)}
     if asked := tuple(name for name, model in models.items() if model.megakernel == "on"):
         return asked
-    visited = {name for route in config.routes.values() for name in route.models[1:]}
-
-    def gains(name: str) -> bool:
-        if megakernel_problem(models[name], host):
-            return False
-        from models.cuda.megakernel import fits_twice
-
-        return name not in visited or fits_twice(weights_per_gpu(models[name]), host.gpus[gpu].memory)
-
-    found = [name for name, model in models.items() if model.megakernel == "auto" and gains(name)]
+    visited = {name for route in config.routes.values() for name in route.models[1:]} if len(models) > 1 else set()
+    found = [
+        name
+        for name, model in models.items()
+        if model.megakernel == "auto" and name not in visited and not megakernel_problem(model, host)
+    ]
     return tuple(sorted(found, key=lambda name: weights_per_gpu(models[name]))[:1])
 
 

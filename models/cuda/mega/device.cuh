@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <cstring>
 
 using u32 = uint32_t;
 using u64 = uint64_t;
@@ -149,11 +150,16 @@ DEVICE u64 streaming_policy() {
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-DEVICE void bulk_load(void* to, const void* from, u32 bytes, u64* barrier, u64 policy) {
+// What the engine is told of a matrix: models/cuda/tensor_map.py.
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+// A box of a stack of matrices, from this pair of rows, block of input features and layer on.
+DEVICE void box_load(void* to, const TensorMap* map, int pair, int block, int layer, u64* barrier, u64 policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-          shared_address(to)),
-      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %2, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(to)),
+      "l"(map), "r"(0), "r"(pair), "r"(block), "r"(layer), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
 }
 

@@ -211,7 +211,9 @@ static __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const __grid
 
 // Enqueues the kernel for up to MEGA_ROWS rows. The launch is cooperative: all blocks run at the same time, or none does.
 // Returns what is wrong, or a null pointer.
-extern "C" const char* NAME(MEGA_ROWS)(const Params* params, int grid, void* stream) {
+extern "C" const char* NAME(MEGA_ROWS)(const void* params, int grid, void* stream) {
+  Params aligned;
+  std::memcpy(&aligned, params, sizeof aligned);
   cudaError_t error = cudaFuncSetAttribute(forward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeCooperative;
@@ -223,7 +225,7 @@ extern "C" const char* NAME(MEGA_ROWS)(const Params* params, int grid, void* str
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;
   config.numAttrs = 1;
-  if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, forward_kernel, *params);
+  if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, forward_kernel, aligned);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 #endif

@@ -3,21 +3,23 @@
 
 enum Kind : int { QKV, OUT, GATE_UP, DOWN, HEAD, KINDS };
 
-// A weight matrix [8 * units, 32 * blocks], packed (see models/cuda/packing.py).
+constexpr int TILE_SIZES = 3;  // that the tiles of a matrix can have
+
+// A weight matrix [8 * units, 32 * blocks] of every layer (see models/cuda/shares.py).
 struct Matrix {
-  long long offset;  // bytes from the start of its layer (of the stream, for the LM head)
-  int units;         // groups of 8 output features
-  int blocks;        // groups of 32 input features
-  int rotation;      // the SM that gets the first share
-  int unused;
+  TensorMap maps[TILE_SIZES];  // chunks of its tiles (see models/cuda/tensor_map.py), by the tiles' size:
+  int tile_units[TILE_SIZES];  // units, or 0
+  int steps[TILE_SIZES];       // blocks of a chunk
+  int units;                   // groups of 8 output features
+  int blocks;                  // groups of 32 input features
+  int rotation;                // the SM that gets the first share
+  int unused[7];
 };
 
 struct Params {
   Matrix matrices[KINDS];
-  long long layer_bytes;
 
-  // Weights.
-  const unsigned char* stream;     // all packed matrices
+  // Other weights.
   const bf16* embedding;           // [vocabulary, hidden]
   const bf16* vectors;             // [layers, vector_stride]; where a layer's vectors begin, or -1 for none:
   int vector_stride;

@@ -4,7 +4,7 @@
 // a fixed order follows. Where rows are more than 32, warps go in pairs that hold half of the rows each.
 // The order of input features inside a block of 32 is free as long as both operands agree: lane (g, c) holds features
 // 8 c ... 8 c + 7 of row g, 16 contiguous bytes in memory, as pairs 0 1 2 3. Pairs 0 and 2 feed one multiplication of depth 16,
-// pairs 1 and 3 the other; weights are packed in the order 0 2 1 3. So up to 8 rows need no zeros beside them: the same four
+// pairs 1 and 3 the other. So up to 8 rows need no zeros beside them: the same four
 // registers are the operand of both multiplications, as rows g (pairs 0 and 2) and g + 8 (pairs 1 and 3), of whose results
 // the upper half of the first and the lower half of the second count.
 #pragma once
@@ -187,11 +187,11 @@ struct Tile {
         for (int tall = 0; tall < P::TALL; ++tall) {
           if constexpr (P::FOLDED) {
             const uint4& both = from.x[i][0];
-            mma(sums[i % CHAINS][unit][tall], both.x, both.y, both.z, both.w, tall ? w.z : w.x, tall ? w.w : w.y);
+            mma(sums[i % CHAINS][unit][tall], both.x, both.y, both.z, both.w, tall ? w.y : w.x, tall ? w.w : w.z);
           } else {
             const uint4 &upper = from.x[i][2 * tall], &lower = from.x[i][2 * tall + 1];
-            mma(sums[2 * i % CHAINS][unit][tall], upper.x, lower.x, upper.z, lower.z, w.x, w.y);
-            mma(sums[(2 * i + 1) % CHAINS][unit][tall], upper.y, lower.y, upper.w, lower.w, w.z, w.w);
+            mma(sums[2 * i % CHAINS][unit][tall], upper.x, lower.x, upper.z, lower.z, w.x, w.z);
+            mma(sums[(2 * i + 1) % CHAINS][unit][tall], upper.y, lower.y, upper.w, lower.w, w.y, w.w);
           }
         }
       }

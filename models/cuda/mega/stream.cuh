@@ -1,7 +1,7 @@
 // The weight stream: one warp copies this SM's share of every matrix, in the order of use, into a ring in shared memory.
 //
 // A matrix is dealt to SMs in units of 8 output features. An SM's share is cut into tiles of up to 15 units, whose sums are
-// kept in registers at once, and a tile into chunks of consecutive input features; a chunk is one bulk copy and is read by one
+// kept in registers at once, and a tile into chunks of consecutive input features; a chunk is one copy of a box and is read by one
 // warp (two, when they hold different rows), the same one for every chunk of a stage. The stream never waits for anything but room in the ring, so it runs ahead of the
 // computation, over barriers and layers.
 #pragma once
@@ -9,12 +9,9 @@
 #ifndef MEGA_STAGES
 #define MEGA_STAGES 24
 #endif
-#ifndef MEGA_STAGE_BYTES
-#define MEGA_STAGE_BYTES 7680
-#endif
 
 constexpr int STAGES = MEGA_STAGES;
-constexpr int STAGE_BYTES = MEGA_STAGE_BYTES;
+constexpr int STAGE_BYTES = MEGA_STAGE_BYTES;  // models/cuda/shares.py
 constexpr int BLOCK_BYTES = 512;  // 8 output features x 32 input features
 constexpr int MAX_UNITS = 15;     // of a tile
 constexpr int WARPS = CONSUMERS / 32;
@@ -54,7 +51,8 @@ struct Share {
   int first, tiles;
   int large;      // tiles that have a unit more than the others; they come first
   int units;      // of the others
-  int step[2];    // blocks of input features in a chunk, of small and of large tiles
+  int size[2];    // which of the matrix's tile sizes small and large tiles have
+  int step[2];    // blocks of input features in a chunk
   int chunks[2];  // of a tile
 
   DEVICE void make(const Matrix& matrix) {
@@ -67,9 +65,9 @@ struct Share {
     units = count / larger(tiles, 1);
     large = count - units * tiles;
     for (int i = 0; i < 2; ++i) {
-      // As many as fit into a stage, but so that all warps get the same number of chunks.
-      const int most = STAGE_BYTES / (larger(units + i, 1) * BLOCK_BYTES);
-      step[i] = most == 0 ? 1 : ceil_div(matrix.blocks, WARPS * ceil_div(matrix.blocks, WARPS * most));
+      size[i] = 0;
+      while (size[i] < TILE_SIZES - 1 && matrix.tile_units[size[i]] != units + i) ++size[i];
+      step[i] = larger(matrix.steps[size[i]], 1);
       chunks[i] = ceil_div(matrix.blocks, step[i]);
     }
   }
@@ -82,29 +80,30 @@ struct Producer {
   u32 stage = 0;
   int round = 0;
 
-  DEVICE void matrix(const Matrix& matrix, const Share& share, const unsigned char* base) {
-    const unsigned char* from = base + matrix.offset + (long long)share.first * matrix.blocks * BLOCK_BYTES;
+  DEVICE void matrix(const Matrix& matrix, const Share& share, int layer) {
+    int unit = share.first;
     for (int tile = 0; tile < share.tiles; ++tile) {
-      const int large = tile < share.large, most = share.step[large], width = (share.units + large) * BLOCK_BYTES;
-      for (int left = matrix.blocks; left > 0; left -= most) {
-        const u32 bytes = smaller(most, left) * width;
+      const int large = tile < share.large, step = share.step[large], units = share.units + large;
+      // A box has its full size at the edges of the matrix, too: what lies outside comes as zeros.
+      const u32 bytes = units * step * BLOCK_BYTES;
+      for (int block = 0; block < matrix.blocks; block += step) {
         barrier_wait<false>(ring.empty + stage, round - 1);  // the first round finds every stage empty
         barrier_expect(ring.full + stage, bytes);
-        bulk_load(ring.data + stage * STAGE_BYTES, from, bytes, ring.full + stage, policy);
-        from += bytes;
+        box_load(ring.data + stage * STAGE_BYTES, matrix.maps + share.size[large], unit * 4, block, layer,
+                 ring.full + stage, policy);
         if (++stage == STAGES) {
           stage = 0;
           ++round;
         }
       }
+      unit += units;
     }
   }
 
   DEVICE void run(const Params& p) {
     policy = streaming_policy();
-    const unsigned char* base = p.stream;
-    for (int layer = 0; layer < p.layers; ++layer, base += p.layer_bytes)
-      for (int kind = QKV; kind < HEAD; ++kind) matrix(p.matrices[kind], shares[kind], base);
-    if (p.logit_count > 0) matrix(p.matrices[HEAD], shares[HEAD], p.stream);
+    for (int layer = 0; layer < p.layers; ++layer)
+      for (int kind = QKV; kind < HEAD; ++kind) matrix(p.matrices[kind], shares[kind], layer);
+    if (p.logit_count > 0) matrix(p.matrices[HEAD], shares[HEAD], 0);
   }
 };

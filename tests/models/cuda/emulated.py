@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
+import math
 import shutil
+import struct
 import subprocess
 import tempfile
 from pathlib import Path
 
+import torch
+
 from models.cuda.mega_params import Params
+from models.cuda.mega_weights import MegaWeights
 from models.cuda.megakernel import variant_flags
-from models.cuda.packed_weights import PackedWeights
+from models.cuda.tensor_map import MAP_BYTES, Boxes
 
 SOURCES = Path(__file__).parents[3] / "models" / "cuda" / "mega"
 EMULATOR = Path(__file__).parent / "emulator"
@@ -21,14 +27,38 @@ COMPILER = shutil.which("g++")
 class EmulatedLauncher:
     """A `Launcher`; `seed` picks the order in which warps run and copies land."""
 
-    def __init__(self, weights: PackedWeights, flags: tuple[str, ...] = ()) -> None:
+    def __init__(self, weights: MegaWeights, flags: tuple[str, ...] = ()) -> None:
         self.seed = 0
         self._library = ctypes.CDLL(str(_build((*variant_flags(weights), *flags))))
         assert self._library.params_size() == ctypes.sizeof(Params)
 
+    def encode(self, boxes: Boxes) -> bytes:
+        """See emulator/emulated_device.h."""
+        return encode(boxes)
+
     def launch(self, params: Params, rows: int, grid: int) -> None:
         """Run it to its end."""
         assert self._library.emulate(ctypes.byref(params), rows, grid, self.seed) == 0, "deadlock"
+
+
+def encode(boxes: Boxes) -> bytes:
+    """The emulator's tensor map."""
+    words = struct.pack("=5Q10I", boxes.address, *boxes.strides, *boxes.sizes, *boxes.box)
+    return words.ljust(MAP_BYTES, b"\0")
+
+
+def fetch(boxes: Boxes, pair: int, block: int, layer: int) -> torch.Tensor:
+    """[elements] bfloat16: one box, fetched in Python."""
+    element = 2
+    strides = (element, *boxes.strides)
+    first = (0, 0, pair, block, layer)
+    found = torch.zeros(math.prod(boxes.box), dtype=torch.bfloat16)
+    for place, steps in enumerate(itertools.product(*map(range, reversed(boxes.box)))):
+        at = [a + b for a, b in zip(first, reversed(steps), strict=True)]
+        if all(one < size for one, size in zip(at, boxes.sizes, strict=True)):
+            address = boxes.address + sum(one * stride for one, stride in zip(at, strides, strict=True))
+            found.view(torch.int16)[place] = ctypes.c_int16.from_address(address).value
+    return found
 
 
 def _build(flags: tuple[str, ...]) -> Path:

@@ -17,6 +17,7 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "run test_interpreted.py"
 
 from models.config import ModelConfig
 from models.cuda.decoder import CudaDecoder
+from models.cuda.decoder_weights import MatrixKind
 from models.cuda.heads import HeadShape
 from models.cuda.kernels.attention_tasks import MOST_SORTED, TaskList, list_tasks
 from models.cuda.kernels.paged_attention import AttentionScratch, paged_attention
@@ -338,16 +339,23 @@ def test_two_shards_equal_the_whole(tmp_path: Path, name: str) -> None:
     assert (results[0] - expected.logits).abs().max() < 1e-4
 
 
+def matrix(decoder: CudaDecoder, layer: int, kind: MatrixKind) -> torch.Tensor:
+    """One of a layer's matrices, which is a part of the stack."""
+    found = decoder.weights.layers[layer].matrices[kind]
+    assert found.data_ptr() == decoder.weights.stacks[kind][layer].data_ptr()
+    return found
+
+
 def test_dummy_weights_repeat_and_agree_between_ranks(tmp_path: Path) -> None:
     directory = tiny_model(tmp_path, "qwen2", tied=False, tokenizer=False)
     (directory / "model.safetensors").unlink()
     whole, again = (decoder(directory, 4, load_format="dummy") for _ in range(2))
     halves = [decoder(directory, 4, load_format="dummy", shard=Shard(rank, 2)) for rank in range(2)]
-    down = whole.matrix(1, "down")
-    assert torch.equal(down, again.matrix(1, "down"))
-    assert torch.equal(down, torch.cat([half.matrix(1, "down") for half in halves], dim=1))
+    down = matrix(whole, 1, "down")
+    assert torch.equal(down, matrix(again, 1, "down"))
+    assert torch.equal(down, torch.cat([matrix(half, 1, "down") for half in halves], dim=1))
     assert 0.015 < down.std() < 0.025
-    assert not torch.equal(down, whole.matrix(0, "down"))
+    assert not torch.equal(down, matrix(whole, 0, "down"))
     assert (whole.weights.layers[0].input_norm == 1).all()
     assert whole.weights.layers[0].biases["qkv"].any()
 
@@ -357,16 +365,7 @@ def test_weights_are_those_of_the_file(tmp_path: Path) -> None:
     fast, stored = decoder(directory, 4), load_file(directory / "model.safetensors")
     prefix = "model.layers.1.mlp."
     gate_up = torch.cat([stored[f"{prefix}{name}_proj.weight"] for name in ("gate", "up")])
-    assert torch.equal(fast.matrix(1, "gate_up"), gate_up)
+    assert torch.equal(matrix(fast, 1, "gate_up"), gate_up)
     assert torch.equal(fast.weights.head[:260], stored["lm_head.weight"])
     padding = fast.weights.head[260:].numel() + fast.weights.embedding[260:].numel()
     assert fast.weight_bytes == 4 * (ModelConfig.load(directory).parameters() + padding)
-
-
-def test_a_matrix_that_was_given_up_is_unpacked(tmp_path: Path) -> None:
-    fast = decoder(tiny_model(tmp_path, "qwen3", tokenizer=False), 8)
-    rows = stage.device_rows([(0, 0, [5, 6])], stage.page_table(1, 32, PAGE), "cpu")
-    expected = fast.forward(rows).logits
-    packed = fast.weights.layers[1].matrices.pop("down")
-    fast.unpack = lambda layer, kind: packed
-    assert torch.equal(fast.forward(rows).logits, expected)

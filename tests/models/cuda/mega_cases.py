@@ -10,8 +10,10 @@ import torch
 
 from models.batch import Batch, StepOutput
 from models.config import ModelConfig
+from models.cuda.decoder_weights import DecoderWeights, LayerWeights, MatrixKind
+from models.cuda.mega_weights import MegaWeights
 from models.cuda.megakernel import Launcher, Megakernel
-from models.cuda.packed_weights import PackedWeights
+from models.cuda.shares import UNIT
 from models.decoder import Decoder
 from models.rope import rotary_table
 from models.rows import Rows
@@ -20,26 +22,32 @@ from models.torch_runner import TorchRunner
 SLOTS = 64
 
 
-def pack_decoder(decoder: Decoder, config: ModelConfig, grid: int, device: torch.device) -> PackedWeights:
+def mega_weights(decoder: Decoder, config: ModelConfig, grid: int, device: torch.device) -> MegaWeights:
     """A reference decoder's weights."""
-    weights = PackedWeights(config, vocab_size=len(decoder.head), grid=grid, device=device)
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device=device, dtype=torch.bfloat16)
 
+    stacks: dict[MatrixKind, torch.Tensor] = {
+        kind: torch.stack([place(getattr(layer, kind)) for layer in decoder._layers])
+        for kind in ("qkv", "o", "gate_up", "down")
+    }
+    layers = []
     for index, layer in enumerate(decoder._layers):
-        matrices = {"qkv": layer.qkv, "o": layer.o, "gate_up": layer.gate_up, "down": layer.down}
         biases = {"qkv": layer.qkv_bias, "o": layer.o_bias, "gate_up": layer.gate_up_bias, "down": layer.down_bias}
-        weights.put_layer(
-            index,
-            input_norm=place(layer.input_norm),
-            mlp_norm=place(layer.mlp_norm),
-            qk_norm=None if layer.qk_norm is None else place(layer.qk_norm[[0, config.num_heads]]),
-            matrices={kind: place(matrix) for kind, matrix in matrices.items()},
-            biases={kind: place(bias) for kind, bias in biases.items() if bias is not None},
+        layers.append(
+            LayerWeights(
+                input_norm=place(layer.input_norm),
+                mlp_norm=place(layer.mlp_norm),
+                qk_norm=None if layer.qk_norm is None else place(layer.qk_norm[[0, config.num_heads]]),
+                matrices={kind: stack[index] for kind, stack in stacks.items()},
+                biases={kind: place(bias) for kind, bias in biases.items() if bias is not None},
+            )
         )
-    weights.put_ends(place(decoder.embedding), place(decoder.norm), place(decoder.head))
-    return weights
+    head = place(decoder.head)
+    padding = head.new_zeros(-len(head) % UNIT, head.shape[1])
+    weights = DecoderWeights(place(decoder.embedding), place(decoder.norm), torch.cat((head, padding)), layers, stacks)
+    return MegaWeights(config, weights, vocab_size=len(head), grid=grid)
 
 
 def half_rotations(config: ModelConfig, length: int) -> torch.Tensor:
@@ -63,7 +71,7 @@ class Pair:
     def __init__(
         self,
         directory: Path,
-        launcher: Callable[[PackedWeights], Launcher],
+        launcher: Callable[[MegaWeights], Launcher],
         *,
         grid: int,
         page_size: int = 16,
@@ -77,7 +85,7 @@ class Pair:
         options = {"num_pages": num_pages, "page_size": page_size, "vocab_size": vocab_size}
         self.exact = TorchRunner.load(directory, context_length=context_length, **options)
         self.rounded = TorchRunner.load(directory, context_length=context_length, dtype="bfloat16", **options)
-        self.weights = pack_decoder(self.rounded._decoder, self.config, grid, self.device)
+        self.weights = mega_weights(self.rounded._decoder, self.config, grid, self.device)
         shape = (self.config.num_layers, num_pages, self.config.num_kv_heads, page_size, self.config.head_dim)
         # Not a number where nothing has been written: whoever reads that is found out.
         self.k_cache = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=self.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,17 +12,14 @@ import pytest
 import torch
 
 from models.batch import StepOutput
-from models.config import ModelConfig
 from models.cuda.decoder import RAGGED_ROWS, CudaDecoder
-from models.cuda.fast_steps import FastSteps, Packer
-from models.cuda.packing import Layout
 from models.cuda.ragged_prefill import flashinfer_present
 from models.rows import Rows
 from models.torch_runner import TorchRunner
 from tests.models.cuda import stage
 from tests.models.cuda.stage import Inactive, Run
 from tests.models.test_torch_runner import MODELS
-from tests.models.tiny import VOCAB, tiny_model
+from tests.models.tiny import tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -273,77 +269,3 @@ def test_flashinfer_equals_the_tiled_kernel(tmp_path: Path, monkeypatch: pytest.
         assert difference(*outputs) < 0.02
     assert ragged.fast._ragged is not None
     assert tiled.fast._ragged is None
-
-
-def packed_and_plain(directory: Path, pages: int) -> tuple[CudaDecoder, CudaDecoder]:
-    """The same model with packed weights alone, without the kernel over them, and as usual."""
-    packer = Packer(ModelConfig.load(directory), vocab_size=VOCAB, device=torch.device("cuda"), alone=True)
-    packed = CudaDecoder.load(directory, page_size=PAGE, vocab_size=VOCAB, finish_layer=packer.layer)
-    FastSteps(packed, packer)
-    plain = CudaDecoder.load(directory, page_size=PAGE, vocab_size=VOCAB)
-    for decoder in (packed, plain):
-        decoder.allocate_kv(pages)
-    return packed, plain
-
-
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_weights_that_are_kept_packed_change_nothing(tmp_path: Path, family: str) -> None:
-    """Eagerly with and without overlap, and captured: a matrix is read before the next one takes its place."""
-    shape: dict[str, Any] = WIDER | {"hidden": 1024, "ffn": 2080}
-    directory = tiny_model(tmp_path, family, dtype=torch.bfloat16, layers=4, mlp_bias=family == "llama", **shape)
-    table = stage.page_table(1, 512, PAGE)
-    packed, plain = packed_and_plain(directory, table.size)
-    packed.overlap = torch.cuda.get_device_capability() >= (9, 0)
-    for count in (1, 2, 7, 31, 32, 33, 64, 100, 256, 300):
-        rows = stage.device_rows([(0, 0, [(3 * token) % 256 for token in range(count)])], table, "cuda")
-        expected = plain.forward(rows)
-        for output in (packed.forward(rows), Captured.of(packed.forward, rows).replay(rows)):
-            assert torch.equal(output.logits, expected.logits)
-            assert torch.equal(output.hidden, expected.hidden)
-    assert torch.equal(packed.k_cache, plain.k_cache)
-
-
-def test_loading_packed_weights_holds_one_layer_twice(tmp_path: Path) -> None:
-    shape = WIDER | {"hidden": 1024, "ffn": 4096}
-    directory = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16, layers=16, **shape)
-    gc.collect()
-    torch.cuda.empty_cache()
-    start = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    packer = Packer(ModelConfig.load(directory), vocab_size=VOCAB, device=torch.device("cuda"), alone=True)
-    decoder = CudaDecoder.load(directory, page_size=PAGE, vocab_size=VOCAB, finish_layer=packer.layer)
-    FastSteps(decoder, packer)
-    layer = 2 * packer.weights.layer_elements
-    tables = 1 << 20
-    peak = torch.cuda.max_memory_allocated() - start
-    assert peak < decoder.weight_bytes + 2 * layer + tables
-    held = torch.cuda.memory_allocated() - start - decoder.rotations.nbytes
-    assert decoder.weight_bytes <= held <= decoder.weight_bytes + tables
-
-
-def test_a_matrix_is_unpacked_at_the_speed_of_memory() -> None:
-    """One of Qwen3-32B: half a gigabyte to read and as much to write; half the speed of a large copy is asked for."""
-    processors = torch.cuda.get_device_properties("cuda").multi_processor_count
-    layout = Layout(2 * 25600, 5120, processors, interleaved=True)
-    weight = torch.randn(layout.outputs, layout.inputs, device="cuda", dtype=torch.bfloat16)
-    packed = torch.empty(layout.elements, device="cuda", dtype=torch.bfloat16)
-    layout.pack(weight, packed)
-    out = torch.empty_like(weight)
-    from models.cuda.kernels.unpack import unpack
-
-    ours, copied = milliseconds(lambda: unpack(layout, packed, out)), milliseconds(lambda: out.copy_(weight))
-    unpack(layout, packed, out)
-    assert torch.equal(out, weight)
-    assert ours < 2 * copied, f"unpack {ours:.3f} ms, copy {copied:.3f} ms"
-
-
-def milliseconds(call: Callable[[], object]) -> float:
-    """Of one of ten calls, after one more."""
-    call()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(10):
-        call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 10

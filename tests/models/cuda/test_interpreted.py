@@ -14,7 +14,6 @@ SUITES = {
     "interpreted_head.py": 120,
     "interpreted_split.py": 120,
     "interpreted_steps.py": 400,
-    "interpreted_unpack.py": 120,
 }
 """Seconds that one test of each may take."""
 

@@ -9,26 +9,39 @@ import pytest
 import torch
 
 from models.config import ModelError
-from models.cuda.packed_weights import PackedWeights
+from models.cuda.mega_weights import MegaWeights
+from models.cuda.megakernel import GpuLauncher
 from tests.models.cuda.emulated import COMPILER, EmulatedLauncher
 from tests.models.cuda.mega_cases import Pair
 from tests.models.tiny import tiny_model
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 # Parts of 16 keys, so that short contexts are split as well; fewer stages than a tile has chunks.
 FLAGS = ("-DMEGA_PART_SHIFT=4", "-DMEGA_TASK_COST=0", "-DMEGA_MERGE_COST=0", "-DMEGA_STAGES=8")
 
 
-def emulated(weights: PackedWeights) -> EmulatedLauncher:
+def emulated(weights: MegaWeights) -> EmulatedLauncher:
     return EmulatedLauncher(weights, FLAGS)
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def on_gpu(weights: MegaWeights) -> GpuLauncher:
+    return GpuLauncher(weights, FLAGS)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("cpu", marks=pytest.mark.skipif(COMPILER is None, reason="needs g++")),
+        pytest.param("cuda", marks=pytest.mark.skipif(not HAS_HOPPER, reason="needs a GPU of compute capability 9.0")),
+    ],
+)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     directory: Path = tmp_path_factory.mktemp("mega")
     tiny_model(directory, "qwen3", vocab=260, dtype=torch.bfloat16, hidden=64, head_dim=64, kv_heads=2, ffn=800)
-    return Pair(directory, emulated, grid=3, page_size=16, num_pages=200, vocab_size=259, context_length=512)
+    launcher = emulated if request.param == "cpu" else on_gpu
+    sizes = {"grid": 3, "page_size": 16, "num_pages": 200, "vocab_size": 259, "context_length": 512}
+    return Pair(directory, launcher, device=request.param, **sizes)
 
 
 def test_steps_equal_the_reference(pair: Pair) -> None:
@@ -46,8 +59,8 @@ def test_steps_equal_the_reference(pair: Pair) -> None:
         [(0, tokens(1))],
     ]
     for seed, runs in enumerate(steps):
-        assert isinstance(pair.launcher, EmulatedLauncher)
-        pair.launcher.seed = seed
+        if isinstance(pair.launcher, EmulatedLauncher):
+            pair.launcher.seed = seed
         pair.check(runs, idle=0 if len(runs) == 8 else 2)
 
 
@@ -60,7 +73,7 @@ def test_a_step_of_inactive_rows_leaves_everything_as_it_is(pair: Pair) -> None:
     rows.positions.fill_(-1)
     before = pair.k_cache.clone(), pair.v_cache.clone()
     output = pair.kernel.forward(rows)
-    assert torch.equal(output.logits, torch.zeros(3, 259))
+    assert torch.equal(output.logits.cpu(), torch.zeros(3, 259))
     assert torch.equal(output.hidden, torch.zeros_like(output.hidden))
     for cache, old in zip((pair.k_cache, pair.v_cache), before, strict=True):
         assert torch.equal(cache.view(torch.int16), old.view(torch.int16))

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <utility>
+#include <vector>
 
 using u32 = uint32_t;
 using u64 = uint64_t;
@@ -61,7 +63,7 @@ extern int grid;
 extern u64 events;  // things that another thread may have waited for
 void yield(Wait wait);
 [[noreturn]] void fail(const char* what);
-void queue_copy(void* to, const void* from, u32 bytes, u64* barrier);
+void queue_copy(void* to, std::vector<unsigned char> data, u64* barrier);
 
 struct Barrier {  // the 8 bytes of an mbarrier
   int64_t bytes : 21;  // as on the device
@@ -203,9 +205,36 @@ DEVICE void barrier_wait(u64* at, int phase) {
   if (barrier.completed != phase + 1u) emulator::fail("a wait that takes an older phase for its own");
 }
 DEVICE u64 streaming_policy() { return 0; }
-DEVICE void bulk_load(void* to, const void* from, u32 bytes, u64* barrier, u64) {
-  if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) emulator::fail("misaligned bulk copy");
-  emulator::queue_copy(to, from, bytes, barrier);
+// Instead of the driver's words: tests/models/cuda/emulated.py.
+struct alignas(64) TensorMap {
+  const unsigned char* base;
+  u64 strides[4];
+  u32 sizes[5], box[5];
+  u32 unused[12];
+};
+static_assert(sizeof(TensorMap) == 128);
+DEVICE void box_load(void* to, const TensorMap* map, int pair, int block, int layer, u64* barrier, u64) {
+  if (reinterpret_cast<uintptr_t>(to) % 128 != 0) emulator::fail("a box that begins inside of 128 bytes");
+  const u32 first[5] = {0, 0, static_cast<u32>(pair), static_cast<u32>(block), static_cast<u32>(layer)};
+  std::vector<unsigned char> data;
+  const u32 row = map->box[0] * sizeof(bf16);
+  for (u32 d4 = 0; d4 < map->box[4]; ++d4)
+    for (u32 d3 = 0; d3 < map->box[3]; ++d3)
+      for (u32 d2 = 0; d2 < map->box[2]; ++d2)
+        for (u32 d1 = 0; d1 < map->box[1]; ++d1) {
+          const u32 at[5] = {0, d1, first[2] + d2, first[3] + d3, first[4] + d4};
+          bool inside = true;
+          const unsigned char* from = map->base;
+          for (int i = 1; i < 5; ++i) {
+            inside &= at[i] < map->sizes[i];
+            from += at[i] * map->strides[i - 1];
+          }
+          if (inside)
+            data.insert(data.end(), from, from + row);
+          else
+            data.insert(data.end(), row, 0);
+        }
+  emulator::queue_copy(to, std::move(data), barrier);
 }
 
 DEVICE float as_float(u32 bits) { return emulator::bits<float>(bits); }

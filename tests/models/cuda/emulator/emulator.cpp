@@ -21,8 +21,7 @@ constexpr int PATIENCE = 2000;  // rounds without an event: a deadlock
 
 struct Copy {
   void* to;
-  const void* from;
-  u32 bytes;
+  std::vector<unsigned char> data;
   u64* barrier;
   u64 due;
 };
@@ -86,9 +85,9 @@ void land_copies() {
     }
     const Copy copy = copies[i];
     copies.erase(copies.begin() + i);
-    std::memcpy(copy.to, copy.from, copy.bytes);
+    std::memcpy(copy.to, copy.data.data(), copy.data.size());
     Barrier& own = barrier(copy.barrier);
-    own.bytes -= copy.bytes;
+    own.bytes -= copy.data.size();
     settle(own);
   }
 }
@@ -105,9 +104,9 @@ void fail(const char* what) {
   std::abort();
 }
 
-void queue_copy(void* to, const void* from, u32 bytes, u64* barrier) {
-  std::memset(to, 0xff, bytes);  // not a number, until it lands
-  copies.push_back({to, from, bytes, barrier, rounds + random_numbers() % (random_numbers() % 8 ? 4 : 40)});
+void queue_copy(void* to, std::vector<unsigned char> data, u64* barrier) {
+  std::memset(to, 0xff, data.size());  // not a number, until it lands
+  copies.push_back({to, std::move(data), barrier, rounds + random_numbers() % (random_numbers() % 8 ? 4 : 40)});
 }
 
 }  // namespace emulator
