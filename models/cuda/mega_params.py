@@ -27,7 +27,8 @@ class Matrix(ctypes.Structure):
         ("units", ctypes.c_int),
         ("blocks", ctypes.c_int),
         ("rotation", ctypes.c_int),
-        ("unused", ctypes.c_int * 7),
+        ("layer_units", ctypes.c_int),
+        ("unused", ctypes.c_int * 6),
     )
 
 

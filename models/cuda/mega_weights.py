@@ -9,7 +9,7 @@ import torch
 from models.config import ModelConfig
 from models.cuda.decoder_weights import MATRICES, DecoderWeights, LayerWeights, MatrixKind
 from models.cuda.shares import BLOCK, UNIT, Shares
-from models.cuda.tensor_map import Boxes
+from models.cuda.tensor_map import Boxes, layer_units
 
 
 class MegaWeights:
@@ -45,11 +45,11 @@ class MegaWeights:
         for index, layer in enumerate(weights.layers):
             self._put_vectors(index, layer)
 
-    def dealt(self) -> list[tuple[Shares, tuple[Boxes, ...]]]:
-        """Of every kind of matrix, in the kernel's order: how it is dealt out, and the chunks of each size of tile."""
+    def dealt(self) -> list[tuple[Shares, int, tuple[Boxes, ...]]]:
+        """Of every kind of matrix, in order: how it is dealt out, units from layer to layer, chunks of each size of tile."""
         shares = [*(self.shares[kind] for kind in MATRICES), self.head_shares]
         return [
-            (own, tuple(Boxes.of(stack, own, units) for units in own.tile_sizes()))
+            (own, layer_units(stack, own), tuple(Boxes.of(stack, own, units) for units in own.tile_sizes()))
             for own, stack in zip(shares, self._stacks, strict=True)
         ]
 

@@ -185,9 +185,10 @@ class Megakernel:
         """Where matrices and vectors lie."""
         weights, params = self.weights, self._params
         rotation = 0
-        for matrix, (shares, sizes) in zip(params.matrices, weights.dealt(), strict=True):
+        for matrix, (shares, layer, sizes) in zip(params.matrices, weights.dealt(), strict=True):
             matrix.units = shares.units
             matrix.blocks = shares.blocks
+            matrix.layer_units = layer
             # The SMs with a unit more than others take turns.
             matrix.rotation = rotation
             rotation = (rotation + shares.extra) % weights.grid

@@ -1,7 +1,7 @@
 """How the megakernel deals a matrix out: to SMs, to tiles of each SM, and to chunks of a tile.
 
-A matrix [N, K] is cut into units of 8 outputs and blocks of 32 inputs. Units are dealt to SMs in turn, so that every SM has
-one run of them; a run is cut into tiles of up to 15 units, a tile into chunks of some blocks. mega/stream.cuh walks the matrix
+A matrix [N, K] is cut into units of 8 outputs and blocks of 64 inputs. Units are dealt to SMs in turn, so that every SM has
+one run of them; a run is cut into tiles of up to 11 units, a tile into chunks of some blocks. mega/stream.cuh walks the matrix
 with the same arithmetic.
 """
 
@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 UNIT = 8
-BLOCK = 32
-TILE_UNITS = 15
+BLOCK = 64
+TILE_UNITS = 11
 WARPS = 8
 """That share the chunks of a tile."""
-STAGE_BYTES = 7680
+BLOCK_BYTES = UNIT * BLOCK * 2
+STAGE_BYTES = TILE_UNITS * BLOCK_BYTES
 """Of a chunk at most: one block of the largest tile."""
-_BLOCK_BYTES = UNIT * BLOCK * 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Shares:
 
     @property
     def blocks(self) -> int:
-        """Groups of 32 inputs."""
+        """Groups of 64 inputs."""
         return self.inputs // BLOCK
 
     @property
@@ -60,6 +60,6 @@ class Shares:
 
     def step(self, units: int) -> int:
         """Blocks of a chunk of such a tile: as many as fit into a stage, but so that all warps get the same number of chunks."""
-        most = STAGE_BYTES // (units * _BLOCK_BYTES)
+        most = STAGE_BYTES // (units * BLOCK_BYTES)
         chunks = -(-self.blocks // (WARPS * most))
         return -(-self.blocks // (WARPS * chunks))

@@ -13,18 +13,19 @@ from models.cuda.shares import BLOCK, UNIT, Shares
 MAP_BYTES = 128
 _ALIGNMENT = 64
 _RANK = 5
-_BFLOAT16, _AS_IT_IS, _ZEROS = 9, 0, 0
+_BFLOAT16, _NOT_INTERLEAVED, _SWIZZLED, _ZEROS = 9, 0, 3, 0
 _FETCH_128_BYTES = 2
-"""A row of a box is 64 bytes, and the next box of the same SM has the 64 behind it. Reading all weights of Qwen3-32B took 13.95 ms
-on an H200 so, 14.7 with 256 bytes, and 15.5 with 64."""
+"""What a row of a box takes. Reading all weights of Qwen3-32B takes 13.75 ms on an H200 so, and 14.9 with 256 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
     """A stack of matrices in five dimensions, and the part of it that is copied at once: a chunk of a tile.
 
-    Innermost first: 32 inputs, 2 rows of a pair, pairs of rows, blocks of inputs, layers. So a box lies in shared memory as
-    [blocks, rows, 32 inputs]. A pair is two neighbouring rows, or one of each half where the halves take turns.
+    Innermost first: 64 inputs, the 4 even or odd rows of a unit, even and odd, units, blocks of inputs. Where the halves of a
+    matrix take turns, even rows are of the first half, odd ones of the second. So a box lies in shared memory as
+    [blocks, units, 8 rows, 64 inputs], even rows first; of row r, the 16 bytes at n come to n xor r, so that the lanes of a warp,
+    which read the same bytes of different rows, use different banks.
     """
 
     address: int
@@ -38,18 +39,22 @@ class Boxes:
         """Chunks of tiles of so many units.
 
         Args:
-            stack: [layers, outputs, inputs] bfloat16, contiguous, at least as many outputs as `shares` has, an even number.
+            stack: [layers, outputs, inputs] bfloat16, contiguous, a multiple of 8 outputs and at least those of `shares`.
             shares: how each matrix is dealt out.
             units: of a tile.
         """
         layers, outputs, inputs = stack.shape
         row = inputs * stack.itemsize
-        pair = (outputs // 2 * row, row) if shares.interleaved else (row, 2 * row)
+        own = outputs // UNIT
+        step = layer_units(stack, shares)
+        even, parity, unit = (
+            (row, own * UNIT // 2 * row, UNIT // 2 * row) if shares.interleaved else (2 * row, row, UNIT * row)
+        )
         return cls(
             address=stack.data_ptr(),
-            sizes=(BLOCK, 2, outputs // 2, inputs // BLOCK, layers),
-            strides=(*pair, BLOCK * stack.itemsize, outputs * row),
-            box=(BLOCK, 2, units * UNIT // 2, shares.step(units), 1),
+            sizes=(BLOCK, UNIT // 2, 2, (layers - 1) * step + own, inputs // BLOCK),
+            strides=(even, parity, unit, BLOCK * stack.itemsize),
+            box=(BLOCK, UNIT // 2, 2, units, shares.step(units)),
         )
 
     def encode(self) -> bytes:
@@ -70,11 +75,16 @@ class Boxes:
             (wide * (_RANK - 1))(*self.strides),
             (narrow * _RANK)(*self.box),
             (narrow * _RANK)(*(1,) * _RANK),
-            ctypes.c_int(_AS_IT_IS),
-            ctypes.c_int(_AS_IT_IS),
+            ctypes.c_int(_NOT_INTERLEAVED),
+            ctypes.c_int(_SWIZZLED),
             ctypes.c_int(_FETCH_128_BYTES),
             ctypes.c_int(_ZEROS),
         )
         if code:
             raise ModelError(f"the CUDA driver makes no tensor map of {self}: error {code}")
         return memory.raw[offset : offset + MAP_BYTES]
+
+
+def layer_units(stack: torch.Tensor, shares: Shares) -> int:
+    """From a layer's first unit to that of the next one, in the units of `Boxes`."""
+    return stack.shape[1] // (UNIT // 2 if shares.interleaved else UNIT)

@@ -154,12 +154,12 @@ DEVICE u64 streaming_policy() {
 struct alignas(64) TensorMap {
   u64 words[16];
 };
-// A box of a stack of matrices, from this pair of rows, block of input features and layer on.
-DEVICE void box_load(void* to, const TensorMap* map, int pair, int block, int layer, u64* barrier, u64 policy) {
+// A box of a stack of matrices, from this unit and block of input features on.
+DEVICE void box_load(void* to, const TensorMap* map, int unit, int block, u64* barrier, u64 policy) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%2, %2, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(to)),
-      "l"(map), "r"(0), "r"(pair), "r"(block), "r"(layer), "r"(shared_address(barrier)), "l"(policy)
+      " [%0], [%1, {%2, %2, %2, %3, %4}], [%5], %6;" ::"r"(shared_address(to)),
+      "l"(map), "r"(0), "r"(unit), "r"(block), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
 }
 

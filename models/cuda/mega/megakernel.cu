@@ -30,7 +30,7 @@
 #endif
 
 struct Shared {
-  alignas(128) unsigned char ring[STAGES * STAGE_BYTES];
+  alignas(1024) unsigned char ring[STAGES * STAGE_BYTES];
   alignas(16) float2 sums[2 * SUM_BYTES / sizeof(float2)];
   float squares[2 * SQUARE_FLOATS];
   float2 maxima[WARPS * 16], totals[WARPS * 16];
@@ -202,7 +202,7 @@ DEVICE void forward(const Params& p, unsigned char* memory) {
 
 #ifndef MEGA_EMULATED
 static __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) unsigned char memory[];
+  extern __shared__ __align__(1024) unsigned char memory[];
   forward<MEGA_ROWS>(p, memory);
 }
 

@@ -5,15 +5,16 @@ enum Kind : int { QKV, OUT, GATE_UP, DOWN, HEAD, KINDS };
 
 constexpr int TILE_SIZES = 3;  // that the tiles of a matrix can have
 
-// A weight matrix [8 * units, 32 * blocks] of every layer (see models/cuda/shares.py).
+// A weight matrix [8 * units, 64 * blocks] of every layer (see models/cuda/shares.py).
 struct Matrix {
   TensorMap maps[TILE_SIZES];  // chunks of its tiles (see models/cuda/tensor_map.py), by the tiles' size:
   int tile_units[TILE_SIZES];  // units, or 0
   int steps[TILE_SIZES];       // blocks of a chunk
   int units;                   // groups of 8 output features
-  int blocks;                  // groups of 32 input features
+  int blocks;                  // groups of 64 input features
   int rotation;                // the SM that gets the first share
-  int unused[7];
+  int layer_units;             // from the first unit of a layer to that of the next, for the maps
+  int unused[6];
 };
 
 struct Params {

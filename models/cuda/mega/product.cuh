@@ -3,7 +3,7 @@
 // The 8 warps of an SM share K: each takes chunks of the stream and keeps sums of all of the tile's outputs; one reduction in
 // a fixed order follows. Where rows are more than 32, warps go in pairs that hold half of the rows each.
 // The order of input features inside a block of 32 is free as long as both operands agree: lane (g, c) holds features
-// 8 c ... 8 c + 7 of row g, 16 contiguous bytes in memory, as pairs 0 1 2 3. Pairs 0 and 2 feed one multiplication of depth 16,
+// 8 c ... 8 c + 7 of row g, 16 contiguous bytes in memory, as pairs 0 1 2 3. Blocks of the stream hold two of them side by side. Pairs 0 and 2 feed one multiplication of depth 16,
 // pairs 1 and 3 the other. So up to 8 rows need no zeros beside them: the same four
 // registers are the operand of both multiplications, as rows g (pairs 0 and 2) and g + 8 (pairs 1 and 3), of whose results
 // the upper half of the first and the lower half of the second count.
@@ -99,10 +99,11 @@ struct Tile {
   // Independent chains of sums, where there are too few units to hide a multiplication's latency.
   static constexpr int CHAINS = UNITS <= 4 && P::OWN <= 2 ? 2 : 1;
 
-  // Blocks whose activations are in flight together: what registers leave room for, twice, and not more than a chunk has.
+  // Halves of blocks whose activations are in flight together: what registers leave room for, twice, and not more than a chunk has.
   static constexpr int SUMS = CHAINS * UNITS * P::TALL * 4, ROOM = SUMS <= 64 ? 48 : 32;
-  static constexpr int WISH = ROOM / (8 * P::OWN + (NORM ? 8 : 0)), MOST = STAGE_BYTES / (BLOCK_BYTES * UNITS);
+  static constexpr int WISH = ROOM / (8 * P::OWN + (NORM ? 8 : 0)), MOST = 2 * STAGE_BYTES / (BLOCK_BYTES * UNITS);
   static constexpr int DEPTH = WISH < 1 ? 1 : WISH < MOST ? WISH : MOST;
+  static constexpr bool WHOLE = DEPTH % 2 == 0;  // blocks
 
   struct Piece {
     uint4 x[DEPTH][P::OWN];
@@ -113,14 +114,16 @@ struct Tile {
   Ring& ring;
   const bf16* norm;
   u32 first_chunk;
-  int blocks, step, deep;
+  int halves, step, deep;  // halves of blocks: of the matrix, of a chunk
+  int other_half;          // from this lane's part of a row's first half to that of the other one: where the swizzle puts it
   const bf16* rows[P::OWN];
   float sums[CHAINS][UNITS][P::TALL][4];
   float squares[P::OWN];
 
   DEVICE Tile(const Product& product, Ring& ring, u32 first_chunk, int blocks, int step)
-      : product(product), ring(ring), norm(product.norm), first_chunk(first_chunk), blocks(blocks), step(step) {
+      : product(product), ring(ring), norm(product.norm), first_chunk(first_chunk), halves(2 * blocks), step(2 * step) {
     deep = warp() / P::HALVES;
+    other_half = lane() / 4 % 2 ? -64 : 64;
     // Or all sizes of tiles would share their addresses, and registers would be short for the whole time.
     keep_apart(this->norm);
     keep_apart(this->first_chunk);
@@ -149,7 +152,7 @@ struct Tile {
     }
   }
 
-  // Blocks `begin` ... `end`, at most DEPTH; the rest is set all the same, or its registers would be taken all the time.
+  // Halves `begin` ... `end`, at most DEPTH; the rest is set all the same, or its registers would be taken all the time.
   DEVICE void load_scales(Piece& to, int begin, int end) const {
 #pragma unroll
     for (int i = 0; i < (NORM ? DEPTH : 0); ++i) {
@@ -171,8 +174,8 @@ struct Tile {
       }
   }
 
-  // `data` is this lane's part of the first block's weights.
-  DEVICE void add(Piece& from, int count, const unsigned char* data) {
+  // `count` halves of blocks, after `done` of those of which `data` is this lane's part.
+  DEVICE void add(Piece& from, int count, const unsigned char* data, int done) {
 #pragma unroll
     for (int i = 0; i < DEPTH; ++i) {
       if (i >= count) break;
@@ -180,9 +183,11 @@ struct Tile {
 #pragma unroll
         for (int own = 0; own < P::OWN; ++own) normalise(from.x[i][own], from.scales[i], squares[own]);
       }
+      const int number = WHOLE ? i : done + i;
+      const unsigned char* half = data + number / 2 * (UNITS * BLOCK_BYTES) + (number % 2 ? other_half : 0);
 #pragma unroll
       for (int unit = 0; unit < UNITS; ++unit) {
-        const uint4 w = *reinterpret_cast<const uint4*>(data + (i * UNITS + unit) * BLOCK_BYTES);
+        const uint4 w = *reinterpret_cast<const uint4*>(half + unit * BLOCK_BYTES);
 #pragma unroll
         for (int tall = 0; tall < P::TALL; ++tall) {
           if constexpr (P::FOLDED) {
@@ -201,7 +206,7 @@ struct Tile {
   // This warp's chunks: those whose number in the stream leaves its own when divided by that of the warps that share K.
   DEVICE void multiply_all(const Grid& grid, bool waits) {
     int index = (deep - first_chunk) % P::DEEP;
-    int at = index * step, end = smaller(at + step, blocks);
+    int at = index * step, end = smaller(at + step, halves);
     Piece next;
     load_scales(next, at, end);
     if (waits) grid.wait();
@@ -212,7 +217,10 @@ struct Tile {
     for (int own = 0; own < P::OWN; ++own)
       rows[own] = product.source.row(row + own * 8) + lane() % 4 * 8;
     load_rows(next, at, end);
+    // Lane (g, c) has the even rows first, see models/cuda/tensor_map.py, and each row's pieces at their number xor the row's.
+    const int place = lane() / 8 + lane() / 4 % 2 * 4, piece = lane() % 4 ^ place;
     const unsigned char* data = nullptr;
+    int done = 0;
 #pragma unroll 1
     while (at < end) {
       Piece now = next;
@@ -223,16 +231,20 @@ struct Tile {
       if (last) {
         index += P::DEEP;
         at = index * step;
-        end = smaller(at + step, blocks);
+        end = smaller(at + step, halves);
       }
       load_scales(next, at, end);
       load_rows(next, at, end);
       if (data == nullptr) {
-        data = ring.stage(chunk) + lane() * 16;
+        data = ring.stage(chunk) + place * 128 + piece * 16;
+        done = 0;
         ring.wait(chunk);
       }
-      add(now, count, data);
-      data += DEPTH * UNITS * BLOCK_BYTES;
+      add(now, count, data, done);
+      if (WHOLE)
+        data += DEPTH / 2 * UNITS * BLOCK_BYTES;
+      else
+        done += DEPTH;
       if (last) {
         ring.release(chunk);
         data = nullptr;

@@ -1,21 +1,22 @@
 // The weight stream: one warp copies this SM's share of every matrix, in the order of use, into a ring in shared memory.
 //
-// A matrix is dealt to SMs in units of 8 output features. An SM's share is cut into tiles of up to 15 units, whose sums are
+// A matrix is dealt to SMs in units of 8 output features. An SM's share is cut into tiles of up to 11 units, whose sums are
 // kept in registers at once, and a tile into chunks of consecutive input features; a chunk is one copy of a box and is read by one
 // warp (two, when they hold different rows), the same one for every chunk of a stage. The stream never waits for anything but room in the ring, so it runs ahead of the
 // computation, over barriers and layers.
 #pragma once
 
 #ifndef MEGA_STAGES
-#define MEGA_STAGES 24
+#define MEGA_STAGES 16
 #endif
 
 constexpr int STAGES = MEGA_STAGES;
 constexpr int STAGE_BYTES = MEGA_STAGE_BYTES;  // models/cuda/shares.py
-constexpr int BLOCK_BYTES = 512;  // 8 output features x 32 input features
-constexpr int MAX_UNITS = 15;     // of a tile
+constexpr int BLOCK_BYTES = 1024;  // 8 output features x 64 input features
+constexpr int MAX_UNITS = 11;      // of a tile
 constexpr int WARPS = CONSUMERS / 32;
 static_assert(STAGE_BYTES >= MAX_UNITS * BLOCK_BYTES, "a stage holds at least one block of every unit");
+static_assert(STAGE_BYTES % 1024 == 0, "the engine swizzles by addresses");
 // A warp that waits for a stage's next chunk would take an older one for it, were the chunk between them another warp's.
 static_assert(STAGES % WARPS == 0, "a stage's chunks all belong to one warp");
 
@@ -81,7 +82,7 @@ struct Producer {
   int round = 0;
 
   DEVICE void matrix(const Matrix& matrix, const Share& share, int layer) {
-    int unit = share.first;
+    int unit = layer * matrix.layer_units + share.first;
     for (int tile = 0; tile < share.tiles; ++tile) {
       const int large = tile < share.large, step = share.step[large], units = share.units + large;
       // A box has its full size at the edges of the matrix, too: what lies outside comes as zeros.
@@ -89,8 +90,8 @@ struct Producer {
       for (int block = 0; block < matrix.blocks; block += step) {
         barrier_wait<false>(ring.empty + stage, round - 1);  // the first round finds every stage empty
         barrier_expect(ring.full + stage, bytes);
-        box_load(ring.data + stage * STAGE_BYTES, matrix.maps + share.size[large], unit * 4, block, layer,
-                 ring.full + stage, policy);
+        box_load(ring.data + stage * STAGE_BYTES, matrix.maps + share.size[large], unit, block, ring.full + stage,
+                 policy);
         if (++stage == STAGES) {
           stage = 0;
           ++round;

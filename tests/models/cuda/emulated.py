@@ -47,11 +47,11 @@ def encode(boxes: Boxes) -> bytes:
     return words.ljust(MAP_BYTES, b"\0")
 
 
-def fetch(boxes: Boxes, pair: int, block: int, layer: int) -> torch.Tensor:
-    """[elements] bfloat16: one box, fetched in Python."""
+def fetch(boxes: Boxes, unit: int, block: int) -> torch.Tensor:
+    """[elements] bfloat16: one box, fetched in Python, not swizzled."""
     element = 2
     strides = (element, *boxes.strides)
-    first = (0, 0, pair, block, layer)
+    first = (0, 0, 0, unit, block)
     found = torch.zeros(math.prod(boxes.box), dtype=torch.bfloat16)
     for place, steps in enumerate(itertools.product(*map(range, reversed(boxes.box)))):
         at = [a + b for a, b in zip(first, reversed(steps), strict=True)]

@@ -84,7 +84,7 @@ def test_vectors_and_matrices_are_the_reference_ones(tmp_path: Path, family: str
     for kind, stack in decoder.weights.stacks.items():
         assert torch.equal(stack, torch.stack([getattr(layer, kind) for layer in reference._layers]))
     # They are read where they are.
-    addresses = [boxes.address for _, sizes in fast.weights.dealt() for boxes in sizes[:1]]
+    addresses = [boxes.address for _, _, sizes in fast.weights.dealt() for boxes in sizes[:1]]
     held = [*(decoder.weights.stacks[kind] for kind in MATRICES), decoder.weights.head]
     assert addresses == [tensor.data_ptr() for tensor in held]
 

@@ -38,7 +38,7 @@ def on_gpu(weights: MegaWeights) -> GpuLauncher:
 )
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     directory: Path = tmp_path_factory.mktemp("mega")
-    tiny_model(directory, "qwen3", vocab=260, dtype=torch.bfloat16, hidden=64, head_dim=64, kv_heads=2, ffn=800)
+    tiny_model(directory, "qwen3", vocab=260, dtype=torch.bfloat16, hidden=64, head_dim=64, kv_heads=2, ffn=832)
     launcher = emulated if request.param == "cpu" else on_gpu
     sizes = {"grid": 3, "page_size": 16, "num_pages": 200, "vocab_size": 259, "context_length": 512}
     return Pair(directory, launcher, device=request.param, **sizes)

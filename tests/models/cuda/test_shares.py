@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.cuda.shares import BLOCK, STAGE_BYTES, TILE_UNITS, UNIT, WARPS, Shares
-from models.cuda.tensor_map import Boxes
+from models.cuda.shares import BLOCK, BLOCK_BYTES, STAGE_BYTES, TILE_UNITS, UNIT, WARPS, Shares
+from models.cuda.tensor_map import Boxes, layer_units
 from tests.models.cuda.emulated import fetch
 
 
@@ -39,39 +39,33 @@ def test_tiles_have_the_sizes_that_are_told(units: int, blocks: int, grid: int) 
     for size in sizes:
         step = shares.step(size)
         assert step >= 1
-        assert step * size * UNIT * BLOCK * 2 <= STAGE_BYTES
+        assert step * size * BLOCK_BYTES <= STAGE_BYTES
         # No smaller number of chunks would give every warp the same number of them.
-        assert -(-blocks // step) <= -(-blocks // (WARPS * (STAGE_BYTES // (size * UNIT * BLOCK * 2)))) * WARPS
+        assert -(-blocks // step) <= -(-blocks // (WARPS * (STAGE_BYTES // (size * BLOCK_BYTES)))) * WARPS
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
-    ("outputs", "inputs", "grid"), [(64, 96, 3), (1000, 64, 7), (24, 160, 26), (2200, 32, 132), (48, 800, 1)]
+    ("outputs", "inputs", "grid"), [(64, 192, 3), (1000, 64, 7), (24, 320, 26), (2200, 64, 132), (48, 832, 1)]
 )
 def test_the_kernel_finds_every_weight(outputs: int, inputs: int, grid: int, interleaved: bool) -> None:
     stack = torch.randn(2, outputs, inputs).bfloat16()
     shares = Shares(outputs, inputs, grid, interleaved)
     for layer, weight in enumerate(stack):
-        found = torch.full((shares.units * UNIT, inputs), torch.nan, dtype=torch.bfloat16)
+        found = torch.full((outputs, inputs), torch.nan, dtype=torch.bfloat16)
         for first, units in tiles_of(shares):
             boxes, step = Boxes.of(stack, shares, units), shares.step(units)
             for block in range(0, shares.blocks, step):
-                chunk = fetch(boxes, first * UNIT // 2, block, layer).view(step, units * UNIT, BLOCK)
+                chunk = fetch(boxes, layer * layer_units(stack, shares) + first, block)
+                # Even rows come first.
+                rows = chunk.view(step, units, 2, UNIT // 2, BLOCK).transpose(2, 3).reshape(step, units * UNIT, BLOCK)
                 inside = min(step, shares.blocks - block)
-                assert not chunk[inside:].any()
-                rows = slice(first * UNIT, (first + units) * UNIT)
+                assert not rows[inside:].any()
+                own = slice(first * UNIT, (first + units) * UNIT)
                 columns = slice(block * BLOCK, (block + inside) * BLOCK)
-                found[rows, columns] = chunk[:inside].transpose(0, 1).reshape(units * UNIT, -1)
+                found[own, columns] = rows[:inside].transpose(0, 1).reshape(units * UNIT, -1)
         if interleaved:
             assert torch.equal(found[0::2], weight[: outputs // 2])
             assert torch.equal(found[1::2], weight[outputs // 2 :])
         else:
             assert torch.equal(found, weight)
-
-
-def test_rows_past_the_last_one_are_zeros() -> None:
-    stack = torch.randn(1, 18, 32).bfloat16()
-    boxes = Boxes.of(stack, Shares(18, 32, 1), 3)
-    chunk = fetch(boxes, 0, 0, 0).view(24, 32)
-    assert torch.equal(chunk[:18], stack[0])
-    assert not chunk[18:].any()

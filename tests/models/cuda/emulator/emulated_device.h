@@ -213,27 +213,24 @@ struct alignas(64) TensorMap {
   u32 unused[12];
 };
 static_assert(sizeof(TensorMap) == 128);
-DEVICE void box_load(void* to, const TensorMap* map, int pair, int block, int layer, u64* barrier, u64) {
-  if (reinterpret_cast<uintptr_t>(to) % 128 != 0) emulator::fail("a box that begins inside of 128 bytes");
-  const u32 first[5] = {0, 0, static_cast<u32>(pair), static_cast<u32>(block), static_cast<u32>(layer)};
-  std::vector<unsigned char> data;
-  const u32 row = map->box[0] * sizeof(bf16);
-  for (u32 d4 = 0; d4 < map->box[4]; ++d4)
-    for (u32 d3 = 0; d3 < map->box[3]; ++d3)
-      for (u32 d2 = 0; d2 < map->box[2]; ++d2)
-        for (u32 d1 = 0; d1 < map->box[1]; ++d1) {
-          const u32 at[5] = {0, d1, first[2] + d2, first[3] + d3, first[4] + d4};
-          bool inside = true;
-          const unsigned char* from = map->base;
-          for (int i = 1; i < 5; ++i) {
-            inside &= at[i] < map->sizes[i];
-            from += at[i] * map->strides[i - 1];
-          }
-          if (inside)
-            data.insert(data.end(), from, from + row);
-          else
-            data.insert(data.end(), row, 0);
-        }
+DEVICE void box_load(void* to, const TensorMap* map, int unit, int block, u64* barrier, u64) {
+  if (reinterpret_cast<uintptr_t>(to) % 1024 != 0) emulator::fail("a box that begins inside of 1,024 bytes");
+  const u32 first[5] = {0, 0, 0, static_cast<u32>(unit), static_cast<u32>(block)}, *box = map->box;
+  constexpr int ROW = 128, PIECE = 16;
+  if (box[0] * sizeof(bf16) != ROW) emulator::fail("a swizzled row of another length");
+  std::vector<unsigned char> data(ROW * box[1] * box[2] * box[3] * box[4]);
+  for (u32 row = 0; row < data.size() / ROW; ++row) {
+    const u32 steps[5] = {0, row % box[1], row / box[1] % box[2], row / (box[1] * box[2]) % box[3],
+                          row / (box[1] * box[2] * box[3])};
+    const unsigned char* from = map->base;
+    bool inside = true;
+    for (int i = 1; i < 5; ++i) {
+      inside &= first[i] + steps[i] < map->sizes[i];
+      from += (first[i] + steps[i]) * map->strides[i - 1];
+    }
+    for (int piece = 0; inside && piece < ROW / PIECE; ++piece)
+      std::memcpy(&data[row * ROW + (piece ^ row % 8) * PIECE], from + piece * PIECE, PIECE);
+  }
   emulator::queue_copy(to, std::move(data), barrier);
 }
 

@@ -39,7 +39,7 @@ struct Launch {
 void start() {
   Fiber& own = *current;
   unsigned char* memory = launch.memory[own.cta].get();
-  memory += 128 - reinterpret_cast<uintptr_t>(memory) % 128;
+  memory += 1024 - reinterpret_cast<uintptr_t>(memory) % 1024;
   switch (launch.rows) {
     case 8: forward<8>(*launch.params, memory); break;
     case 16: forward<16>(*launch.params, memory); break;
@@ -126,8 +126,8 @@ extern "C" int emulate(const Params* params, int rows, int grid, u32 seed) {
   std::vector<Fiber> fibers(grid * THREADS);
   std::vector<std::unique_ptr<unsigned char[]>> stacks;
   for (int block = 0; block < grid; ++block) {
-    launch.memory.emplace_back(new unsigned char[sizeof(Shared) + 256]);
-    std::memset(launch.memory.back().get(), 0xff, sizeof(Shared) + 256);
+    launch.memory.emplace_back(new unsigned char[sizeof(Shared) + 1024]);
+    std::memset(launch.memory.back().get(), 0xff, sizeof(Shared) + 1024);
   }
   for (size_t i = 0; i < fibers.size(); ++i) {
     Fiber& fiber = fibers[i];
