@@ -91,7 +91,7 @@ def measure(rig: AttentionRig, options: argparse.Namespace, device: torch.device
     """Every step with every cut; those that the device cannot run are named on standard error."""
     for size in options.steps:
         load = AttentionLoad.of(size, options.context, mixed=options.mixed, page_size=PAGE, device=device)
-        used, floor = rig.in_use(len(load.positions)), rig.floor_us(load)
+        used, floor = rig.in_use(len(load.positions), len(load.page_table)), rig.floor_us(load)
         facts = str(size), len(load.positions), load.keys
         yield Found(*facts, used, True, floor, rig.time_us(load, used))
         for tiles in candidates(rig, options):

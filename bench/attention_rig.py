@@ -10,9 +10,11 @@ import torch
 from bench.attention_load import AttentionLoad
 from bench.step_floor import Ceilings
 from models.config import ModelConfig
+from models.cuda.captured_shapes import NO_SHAPE, Shapes
 from models.cuda.graphs import GraphPool
 from models.cuda.heads import HeadShape
 from models.cuda.tiles import TileShape, choose_tiles
+from models.device_runner import BUCKETS
 
 PAGE = 16
 """Tokens."""
@@ -49,10 +51,11 @@ class AttentionRig:
         self._device = device
         self._rate = Ceilings.measure(device, torch.bfloat16).copy_bytes_per_s
 
-    def in_use(self, rows: int) -> TileShape:
-        """The cut of such a step."""
+    def in_use(self, rows: int, requests: int) -> TileShape:
+        """The cut of a step of so many rows in which each request wants a token: that of the graph which serves it, if any."""
+        shape = Shapes(BUCKETS, extends=True).of(rows, requests)
         return choose_tiles(
-            rows,
+            *((rows, requests) if shape == NO_SHAPE else shape),
             group=self.group,
             kv_heads=self.shape.kv_heads,
             head_dim=self.shape.head_dim,

@@ -302,7 +302,7 @@ class CudaDecoder:
         from models.cuda.kernels.attention_tasks import list_tasks
         from models.cuda.kernels.paged_attention import AttentionScratch, paged_attention
 
-        shape, cut = self.shape, self._tiles(len(rows))
+        shape, cut = self.shape, self._tiles(rows)
         tasks = list_tasks(
             rows.positions,
             rows.leaders,
@@ -332,10 +332,11 @@ class CudaDecoder:
 
         return attend
 
-    def _tiles(self, count: int) -> TileShape:
+    def _tiles(self, rows: Rows) -> TileShape:
         shape = self.shape
         return choose_tiles(
-            count,
+            len(rows),
+            len(rows.logit_rows),
             group=shape.heads // shape.kv_heads,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,

@@ -49,7 +49,7 @@ HIDDEN = 512
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tiny_qwen3(tmp_path_factory.mktemp("tiny"), context=CONTEXT, hidden=HIDDEN, layers=1)
+    folder = tiny_qwen3(tmp_path_factory.mktemp("tiny"), context=CONTEXT, hidden=HIDDEN, layers=1, heads=16)
     router_file(folder / "router.pt", Sizes(HIDDEN, blocks=1, expansion=1), threshold=0.5)
     return folder
 
@@ -152,6 +152,15 @@ class Served:
         given = StepRows(*(np.array(column, np.int64) for column in (slots, tokens, positions, wanted)))
         self.launch(given)
 
+    def decode(self, requests: int, each: int) -> None:
+        """So many rows of each request, of which the last gives a token."""
+        rows = requests * each
+        for slot in range(requests):
+            self.runner.setup(self.asked(slot, NO_ROUTE))
+        every = np.arange(rows)
+        slots, places = np.divmod(every, each)
+        self.launch(StepRows(slots, np.full(rows, 7), places, every[each - 1 :: each]))
+
     def launch(self, rows: StepRows) -> None:
         self.launched.append(rows)
         self.runner.launch(rows)
@@ -186,6 +195,9 @@ def test_serving_compiles_nothing(directory: Path, seen: Variants, case: str, ke
     for trial in range(120):
         most = served.max_batch_tokens
         served.step(chance, chance.randrange(257, most + 1) if trial % 2 else chance.randrange(1, most + 1))
+    for requests in (2, 14, 40, 60, 100, 150):
+        for each in (1, 2, 3):
+            served.decode(requests, each)
     assert not {name for name, _ in seen - known}
     eager = [rows for rows in served.launched if not served.runner.quick(rows)]
     assert {len(rows) % 4 for rows in eager} == {0, 1, 2, 3}
@@ -242,8 +254,8 @@ def test_ranks_that_get_rows_packed_compile_nothing_either(directory: Path, seen
     decoder = CudaDecoder.load(directory, device="cpu", dtype="bfloat16", page_size=16)
     decoder.allocate_kv(8)
     table = stage.page_table(4, 128, 16)
-    first = stage.device_rows([(0, 0, [1] * 8), (1, 0, [1] * 8)], table, "cpu", last_only=True)
-    decoder.forward(first)
+    for count in (1, 8):
+        decoder.forward(stage.device_rows([(0, 0, [1] * count), (1, 0, [1] * count)], table, "cpu", last_only=True))
     known = set(seen)
     for count in range(1, 9):
         for slots in (1, 2, 3):

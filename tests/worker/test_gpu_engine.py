@@ -180,7 +180,11 @@ def test_every_kind_of_step_is_tried_before_anybody_waits_for_it() -> None:
     assert rows(800, max_batch_tokens=4096) == [512, 1024, 2048, 4096], "of several prompts"
     assert rows(100, max_batch_tokens=4096, max_requests=3) == [300]
     assert rows(max_batch_tokens=16) == [16]
-    assert rows(graphs=False) == [8, 16, 32, 64, 128, 256, 512]
+    assert rows(extend_graphs=False) == [8, 16, 32, 64, 128, 256, 512]
+    assert rows(graphs=False) == [8, 16, 32, 64, 128, 256, 512, 64, 128]
+    assert rows(graphs=False, max_requests=5) == [8, 16, 32, 64, 128, 256, 512, 10, 10]
+    assert rows(graphs=False, max_batch_tokens=100) == [8, 16, 32, 64, 100, 64, 100]
+    assert rows(1, graphs=False, max_requests=3) == [3, 3, 3]
 
 
 def test_first_prompts_have_the_attention_of_short_ones() -> None:

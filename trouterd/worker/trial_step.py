@@ -21,7 +21,10 @@ from trouterd.config import Model
 _LONG = 512
 """Rows; kernels are compiled by powers of two of them. Steps of up to half as many have graphs, or their kernels."""
 _SHORTEST = 8
-"""The same where no step has graphs: the persistent kernel takes so many, and others are no smaller."""
+"""The same where not all of those have graphs: the persistent kernel takes so many, and others are no smaller."""
+_PAIRS = 32, 64
+"""Requests of two rows each where no step has graphs, up to `models.cuda.tiles.FEW_ROWS` in all: their attention is cut in a way of
+its own. What is compiled for fewer is the same as for the first."""
 _PROMPTS = 8
 """Of a step, at least: routes may decide few rows in other kernels than many."""
 _PROMPT = 4095
@@ -120,13 +123,15 @@ def _setup(slot: int, tokens: int, route: int) -> SlotSetup:
 
 
 def first_steps(model: Model, context: int) -> Iterator[TrialStep]:
-    """One of each kind: prompts of any number of rows; without a token, as while a visitor's prompt is read; beside requests that
-    decode. To be run before graphs are captured."""
+    """One of each kind: prompts of any number of rows, short ones too; without a token, as while a visitor's prompt is read; beside
+    requests that decode. To be run before graphs are captured."""
     most = min(model.max_batch_tokens, model.max_requests * context)
-    least = size = min(_LONG if model.graphs else _SHORTEST, most)
+    least = size = min(_LONG if model.graphs and model.extend_graphs else _SHORTEST, most)
     while size:
         yield _prompts(model, context, size)
         size = min(2 * size, most) if size < most else 0
+    for number in () if model.graphs else _PAIRS:
+        yield _pairs(model, context, number)
     read = _prompts(model, context, least)
     yield TrialStep(read.counts, read.context, read.page_size, wanted=0)
     rows = min(_LONG, most)
@@ -145,6 +150,12 @@ def _prompts(model: Model, context: int, rows: int) -> TrialStep:
     rows = min(rows, number * _PROMPT)
     counts = tuple(rows // number + (place < rows % number) for place in range(number))
     return TrialStep(counts, counts[-1], model.page_size, wanted=number)
+
+
+def _pairs(model: Model, context: int, number: int) -> TrialStep:
+    """Two rows of each of so many requests, or of as many as there can be."""
+    number, rows = min(number, model.max_requests, model.max_batch_tokens // 2), min(2, context)
+    return TrialStep((rows,) * number, rows, model.page_size, wanted=number)
 
 
 def _beside(model: Model, context: int, singles: int, rows: int) -> TrialStep:

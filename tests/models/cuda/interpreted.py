@@ -25,7 +25,7 @@ from models.cuda.kernels.rms_norm import rms_norm
 from models.cuda.kernels.rotate_store import rotate_store
 from models.cuda.kernels.silu_mul import silu_mul
 from models.cuda.shard import Shard
-from models.cuda.tiles import TileShape
+from models.cuda.tiles import TileShape, choose_tiles
 from models.decoder import rms_norm as reference_norm
 from models.decoder import silu
 from models.rope import rotary_table, rotate
@@ -198,8 +198,43 @@ def test_tasks_fit_whatever_the_runs_are(seed: int, most: int) -> None:
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (8, 1)])
 def test_attention_over_runs_of_all_lengths(heads: int, kv_heads: int, tiles: TileShape) -> None:
     shape = HeadShape(heads, kv_heads, head_dim=16, page_size=PAGE, eps=0.0)
-    runs: list[Run] = [(0, 63, [0]), (1, 0, [0]), (2, 5, [0] * 3), (3, 14, [0] * 17), (4, 40, [0] * 2)]
-    table = stage.page_table(5, CONTEXT, PAGE)
+    check_attention(shape, tiles, [(0, 63, [0]), (1, 0, [0]), (2, 5, [0] * 3), (3, 14, [0] * 17), (4, 40, [0] * 2)])
+
+
+@pytest.mark.parametrize(
+    ("group", "step", "wanted"),
+    [
+        (8, (64, 64), (16, 128)),
+        (8, (192, 64), (64, 64)),
+        (5, (192, 64), (64, 64)),
+        (4, (192, 64), (32, 64)),
+        (16, (64, 64), (32, 128)),
+        (16, (192, 64), (128, 64)),
+    ],
+)
+def test_attention_by_the_cuts_of_small_steps(group: int, step: tuple[int, int], wanted: tuple[int, int]) -> None:
+    """Runs of more and of fewer rows than a tile has, keys of none, one and several whole blocks and tasks."""
+    shape = HeadShape(group, 1, head_dim=16, page_size=PAGE, eps=0.0)
+    tiles = choose_tiles(*step, group=group, kv_heads=1, head_dim=16, dtype=torch.bfloat16, processors=4)
+    assert (tiles.query_rows, tiles.keys) == wanted
+    rows = tiles.query_rows // group
+    runs: list[Run] = [
+        (0, 470 - rows, [0] * rows),
+        (1, 0, [0]),
+        (2, 255, [0]),
+        (3, 120, [0] * (2 * rows + 1)),
+        (4, 0, [0] * 3),
+        (5, 500, [0] * (rows - 1)),
+    ]
+    tasks = check_attention(shape, tiles, runs, context=512)
+    assert {record[5] for record in in_use(tasks)} >= {1, 2}
+    assert {record[1] for record in in_use(tasks)} >= {1, rows - 1, rows}
+
+
+def check_attention(shape: HeadShape, tiles: TileShape, runs: list[Run], context: int = CONTEXT) -> TaskList:
+    """Twice the same, and that of torch; the rows' tasks."""
+    heads, kv_heads = shape.heads, shape.kv_heads
+    table = stage.page_table(len(runs), context, PAGE)
     rows = stage.device_rows(runs, table, "cpu", inactive=Inactive(before=2, after=3))
     pages = table.size
     keys, values = (normal(pages + 1, kv_heads, PAGE, 16, seed=seed) for seed in range(2))
@@ -226,6 +261,7 @@ def test_attention_over_runs_of_all_lengths(heads: int, kv_heads: int, tiles: Ti
         weights = (torch.einsum("hd,lhd->hl", q, k) / 4).softmax(-1)
         expected = torch.einsum("hl,lhd->hd", weights, v).flatten()
         assert (outs[0][row] - expected).abs().max() < 2e-6
+    return tasks
 
 
 def pair(directory: Path, **options: Any) -> tuple[TorchRunner, CudaDecoder, np.ndarray]:
