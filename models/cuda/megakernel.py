@@ -19,14 +19,14 @@ from models.cuda.tensor_map import Boxes
 from models.rows import Rows
 
 MAX_ROWS = 64
-SERVED_ROWS, DIVIDED_ROWS = 24, 12
+SERVED_ROWS, DIVIDED_ROWS = 16, 12
 """Larger steps go another way, which is faster there: where the kernel has most of the multiprocessors, and where half of them or
 fewer. On an H200 decode steps of 8, 16, 24 and 32 rows of Qwen3-0.6B with R2R's head took, at contexts of 512 tokens, 1.11, 1.56,
 1.92 and 2.31 ms on 80 % (1.46, 1.65, 1.99 and 1.97 by cuBLAS and Triton), of 4 and 16 rows at 600 tokens 1.12 and 2.01 ms on 40 %
 (1.43 and 1.78). One of 8, 32 and 64 rows of Qwen3-32B took 15.1, 17.2 and 25.7 ms (18.5 ms of 8 and 20.5 ms of 64)."""
 _HALF = 0.5
 ROW_COUNTS = (8, 16, 32, 64)
-"""Rows for which the kernel is compiled; a step takes the smallest that holds it."""
+"""Rows that the kernel can be compiled for; a step takes the smallest that holds it."""
 KEY_TILE = 16
 """A page holds a multiple of so many tokens."""
 _QUERY_BLOCK = 64
@@ -144,7 +144,8 @@ class Megakernel:
             eps=config.rms_norm_eps,
             inverse_hidden=1.0 / config.hidden_size,
         )
-        self._launcher: Launcher = launcher or GpuLauncher(weights)
+        variants = tuple(rows for rows, least in zip(ROW_COUNTS, (0, *ROW_COUNTS), strict=False) if least < most_rows)
+        self._launcher: Launcher = launcher or GpuLauncher(weights, row_counts=variants)
         self._describe()
 
     def takes(self, rows: Rows) -> bool:

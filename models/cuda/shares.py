@@ -1,7 +1,7 @@
 """How the megakernel deals a matrix out: to SMs, to tiles of each SM, and to chunks of a tile.
 
 A matrix [N, K] is cut into units of 8 outputs and blocks of 64 inputs. Units are dealt to SMs in turn, so that every SM has
-one run of them; a run is cut into tiles of up to 11 units, a tile into chunks of some blocks. mega/stream.cuh walks the matrix
+one run of them; a run is cut into tiles of up to 15 units, a tile into chunks of some blocks. mega/stream.cuh walks the matrix
 with the same arithmetic.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 UNIT = 8
 BLOCK = 64
-TILE_UNITS = 11
+TILE_UNITS = 15
 WARPS = 8
 """That share the chunks of a tile."""
 BLOCK_BYTES = UNIT * BLOCK * 2

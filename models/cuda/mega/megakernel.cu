@@ -34,7 +34,7 @@ struct Shared {
   alignas(16) float2 sums[2 * SUM_BYTES / sizeof(float2)];
   float squares[2 * SQUARE_FLOATS];
   float2 maxima[WARPS * 16], totals[WARPS * 16];
-  u64 full[STAGES], empty[STAGES];
+  u64 full[LANDINGS], empty[STAGES];
   Share shares[KINDS];
   Schedule schedule;
   Plan plan;

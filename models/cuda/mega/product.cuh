@@ -100,7 +100,7 @@ struct Tile {
   static constexpr int CHAINS = UNITS <= 4 && P::OWN <= 2 ? 2 : 1;
 
   // Halves of blocks whose activations are in flight together: what registers leave room for, twice, and not more than a chunk has.
-  static constexpr int SUMS = CHAINS * UNITS * P::TALL * 4, ROOM = SUMS <= 64 ? 48 : 32;
+  static constexpr int SUMS = CHAINS * UNITS * P::TALL * 4, ROOM = SUMS <= 64 ? 48 : SUMS < 96 ? 32 : 16;
   static constexpr int WISH = ROOM / (8 * P::OWN + (NORM ? 8 : 0)), MOST = 2 * STAGE_BYTES / (BLOCK_BYTES * UNITS);
   static constexpr int DEPTH = WISH < 1 ? 1 : WISH < MOST ? WISH : MOST;
   static constexpr bool WHOLE = DEPTH % 2 == 0;  // blocks
@@ -115,7 +115,6 @@ struct Tile {
   const bf16* norm;
   u32 first_chunk;
   int halves, step, deep;  // halves of blocks: of the matrix, of a chunk
-  int other_half;          // from this lane's part of a row's first half to that of the other one: where the swizzle puts it
   const bf16* rows[P::OWN];
   float sums[CHAINS][UNITS][P::TALL][4];
   float squares[P::OWN];
@@ -123,7 +122,6 @@ struct Tile {
   DEVICE Tile(const Product& product, Ring& ring, u32 first_chunk, int blocks, int step)
       : product(product), ring(ring), norm(product.norm), first_chunk(first_chunk), halves(2 * blocks), step(2 * step) {
     deep = warp() / P::HALVES;
-    other_half = lane() / 4 % 2 ? -64 : 64;
     // Or all sizes of tiles would share their addresses, and registers would be short for the whole time.
     keep_apart(this->norm);
     keep_apart(this->first_chunk);
@@ -184,7 +182,9 @@ struct Tile {
         for (int own = 0; own < P::OWN; ++own) normalise(from.x[i][own], from.scales[i], squares[own]);
       }
       const int number = WHOLE ? i : done + i;
-      const unsigned char* half = data + number / 2 * (UNITS * BLOCK_BYTES) + (number % 2 ? other_half : 0);
+      const unsigned char* half = data + number / 2 * (UNITS * BLOCK_BYTES);
+      // The swizzle puts a row's other half 64 bytes before or behind.
+      if (number % 2) half += 64 - 2 * static_cast<int>(reinterpret_cast<uintptr_t>(data) & 64);
 #pragma unroll
       for (int unit = 0; unit < UNITS; ++unit) {
         const uint4 w = *reinterpret_cast<const uint4*>(half + unit * BLOCK_BYTES);
@@ -217,8 +217,6 @@ struct Tile {
     for (int own = 0; own < P::OWN; ++own)
       rows[own] = product.source.row(row + own * 8) + lane() % 4 * 8;
     load_rows(next, at, end);
-    // Lane (g, c) has the even rows first, see models/cuda/tensor_map.py, and each row's pieces at their number xor the row's.
-    const int place = lane() / 8 + lane() / 4 % 2 * 4, piece = lane() % 4 ^ place;
     const unsigned char* data = nullptr;
     int done = 0;
 #pragma unroll 1
@@ -236,6 +234,10 @@ struct Tile {
       load_scales(next, at, end);
       load_rows(next, at, end);
       if (data == nullptr) {
+        // Even rows come first, and each row's pieces at their number xor the row's: models/cuda/tensor_map.py.
+        int own = lane();
+        keep_apart(own);
+        const int place = own / 8 + own / 4 % 2 * 4, piece = own % 4 ^ place;
         data = ring.stage(chunk) + place * 128 + piece * 16;
         done = 0;
         ring.wait(chunk);

@@ -1,44 +1,44 @@
 // The weight stream: one warp copies this SM's share of every matrix, in the order of use, into a ring in shared memory.
 //
-// A matrix is dealt to SMs in units of 8 output features. An SM's share is cut into tiles of up to 11 units, whose sums are
+// A matrix is dealt to SMs in units of 8 output features. An SM's share is cut into tiles of up to 15 units, whose sums are
 // kept in registers at once, and a tile into chunks of consecutive input features; a chunk is one copy of a box and is read by one
-// warp (two, when they hold different rows), the same one for every chunk of a stage. The stream never waits for anything but room in the ring, so it runs ahead of the
+// warp (two, when they hold different rows). The stream never waits for anything but room in the ring, so it runs ahead of the
 // computation, over barriers and layers.
 #pragma once
 
 #ifndef MEGA_STAGES
-#define MEGA_STAGES 16
+#define MEGA_STAGES 12
 #endif
 
 constexpr int STAGES = MEGA_STAGES;
 constexpr int STAGE_BYTES = MEGA_STAGE_BYTES;  // models/cuda/shares.py
 constexpr int BLOCK_BYTES = 1024;  // 8 output features x 64 input features
-constexpr int MAX_UNITS = 11;      // of a tile
+constexpr int MAX_UNITS = 15;      // of a tile
 constexpr int WARPS = CONSUMERS / 32;
 static_assert(STAGE_BYTES >= MAX_UNITS * BLOCK_BYTES, "a stage holds at least one block of every unit");
 static_assert(STAGE_BYTES % 1024 == 0, "the engine swizzles by addresses");
-// A warp that waits for a stage's next chunk would take an older one for it, were the chunk between them another warp's.
-static_assert(STAGES % WARPS == 0, "a stage's chunks all belong to one warp");
+// A stage's chunks belong to different warps, so that one can ask for a chunk while the one before it is still on its way; but the
+// one before that has been read. So barriers come in two sets, used in turn.
+constexpr int LANDINGS = 2 * STAGES;
+static_assert(STAGES >= WARPS, "a warp is never two rounds of the ring ahead");
 
 DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 DEVICE int larger(int a, int b) { return a > b ? a : b; }
 
 struct Ring {
-  u64* full;   // [STAGES] completes when a chunk has landed
+  u64* full;   // [LANDINGS] completes when a chunk has landed
   u64* empty;  // [STAGES] completes when its readers are done
   unsigned char* data;
 
   DEVICE void init(int readers) {
-    for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(full + stage, 1);
-      barrier_init(empty + stage, readers);
-    }
+    for (int landing = 0; landing < LANDINGS; ++landing) barrier_init(full + landing, 1);
+    for (int stage = 0; stage < STAGES; ++stage) barrier_init(empty + stage, readers);
     barrier_init_done();
   }
   DEVICE unsigned char* stage(u32 chunk) const { return data + chunk % STAGES * STAGE_BYTES; }
   DEVICE void wait(u32 chunk) const {
-    barrier_wait<true>(full + chunk % STAGES, chunk / STAGES);
+    barrier_wait<true>(full + chunk % LANDINGS, chunk / LANDINGS);
   }
   // By every lane of a reading warp.
   DEVICE void release(u32 chunk) const {
@@ -89,9 +89,9 @@ struct Producer {
       const u32 bytes = units * step * BLOCK_BYTES;
       for (int block = 0; block < matrix.blocks; block += step) {
         barrier_wait<false>(ring.empty + stage, round - 1);  // the first round finds every stage empty
-        barrier_expect(ring.full + stage, bytes);
-        box_load(ring.data + stage * STAGE_BYTES, matrix.maps + share.size[large], unit, block, ring.full + stage,
-                 policy);
+        u64* landed = ring.full + round % 2 * STAGES + stage;
+        barrier_expect(landed, bytes);
+        box_load(ring.data + stage * STAGE_BYTES, matrix.maps + share.size[large], unit, block, landed, policy);
         if (++stage == STAGES) {
           stage = 0;
           ++round;

@@ -89,7 +89,7 @@ def test_vectors_and_matrices_are_the_reference_ones(tmp_path: Path, family: str
     assert addresses == [tensor.data_ptr() for tensor in held]
 
 
-@pytest.mark.parametrize(("share", "most"), [(1.0, 24), (0.8, 24), (0.5, 12), (0.25, 12)])
+@pytest.mark.parametrize(("share", "most"), [(1.0, 16), (0.8, 16), (0.5, 12), (0.25, 12)])
 def test_kernel_goes_with_its_pool(tmp_path: Path, share: float, most: int) -> None:
     decoder = decoder_of(tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16, **WIDE))
     fast = FastSteps(decoder, share, NoLauncher())

@@ -17,8 +17,8 @@ from tests.models.tiny import tiny_model
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
-# Parts of 16 keys, so that short contexts are split as well; fewer stages than a tile has chunks.
-FLAGS = ("-DMEGA_PART_SHIFT=4", "-DMEGA_TASK_COST=0", "-DMEGA_MERGE_COST=0", "-DMEGA_STAGES=8")
+# Parts of 16 keys, so that short contexts are split as well; fewer stages than a tile has chunks, and no multiple of the warps.
+FLAGS = ("-DMEGA_PART_SHIFT=4", "-DMEGA_TASK_COST=0", "-DMEGA_MERGE_COST=0", "-DMEGA_STAGES=9")
 
 
 def emulated(weights: MegaWeights) -> EmulatedLauncher:
