@@ -267,10 +267,10 @@ class Model(Section, frozen=True):
     megakernel: Annotated[
         Literal["auto", "on", "off"],
         Meta(
-            description="GPU: run steps of few rows as one persistent kernel: up to 24; up to 12 on half of the GPU or less; up to"
-            " 64 of a model that is too large to be kept in two forms. 'auto' is the smallest model of a GPU whose shape allows it,"
-            " unless another model there says 'on', or it is one that routes visit and that would be kept in the kernel's form"
-            " only. Several can say 'on' with megakernel_percent of 100 in all, or where models take turns (batching.overlap)."
+            description="GPU: run steps of few rows as one persistent kernel: up to 16; up to 12 on half of the GPU or less. 'auto' is"
+            " the smallest model of a GPU whose shape allows it, unless another model there says 'on', or it is one that routes visit"
+            " and that shares the GPU. Several can say 'on' with megakernel_percent of 100 in all, or where models take turns"
+            " (batching.overlap)."
         ),
     ] = "auto"
     megakernel_percent: Annotated[
