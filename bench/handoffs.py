@@ -85,6 +85,7 @@ class Side:
         """CPU seconds by phase, of all requests together."""
         self._seen = self._read = self._planned = self._handed = 0.0
         self._sent = self._wanted = 0
+        self._gathering = False
         self._done = asyncio.Event()
         name, run = NAMES[index], 1 if index else load.run
         pages = 2 * load.requests * -(-load.context // PAGE_SIZE)
@@ -109,8 +110,12 @@ class Side:
         )
 
         def send(target: int, message: Message) -> bool:
-            self._sent += isinstance(message, PeerReq)
-            return links.send("api" if target == API else NAMES[target], message)
+            done = links.send("api" if target == API else NAMES[target], message)
+            if isinstance(message, PeerReq):
+                self._sent += 1
+                if not self._gathering:
+                    self._handed_over()
+            return done
 
         self.worker.outbound.connect(send, partial(self._together, links))
         return links
@@ -129,10 +134,16 @@ class Side:
 
     @contextmanager
     def _together(self, links: Links) -> Iterator[None]:
-        self._sent = 0
+        self._gathering = True
         with links.together():
             yield
-        if self._sent == self.load.requests:
+        self._gathering = False
+        self._handed_over()
+
+    def _handed_over(self) -> None:
+        """What has been sent is in the ring."""
+        sent, self._sent = self._sent, 0
+        if sent == self.load.requests:
             self._note("commit + send", self._seen)
             self._note("cycle", self._handed)
             self._handed = time.thread_time()

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from models import device_runner
 from models.batch import Batch, StepOutput
 from models.device_routes import FAILED
 from models.device_runner import DeviceRunner
@@ -42,6 +43,31 @@ def schedule(seed: int, depth: int, num_pages: int = 60) -> Schedule:
     assert runner.set_routes(ROUTES) == (True, True, True)
     kv = KvCache(num_pages, PAGE, SLOTS, PAGES * PAGE, prefix_cache=False)
     return Schedule(runner, decoder.output_of, kv, random.Random(seed), depth=depth)
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=SLOTS), st.randoms())
+def test_runs_of_few_rows_are_those_of_many(runs: list[tuple[int, bool]], dice: random.Random) -> None:
+    following = np.array(dice.sample(range(100), SLOTS))
+    slots, tokens, positions = [], [], []
+    for slot, (count, own) in zip(dice.sample(range(SLOTS), len(runs)), runs, strict=True):
+        first = 0 if own else dice.randrange(100)
+        count = 1 if own else count
+        slots += [slot] * count
+        tokens += [OWN_TOKEN if own else 5] * count
+        positions += range(first, first + count)
+    rows = StepRows(np.array(slots), np.array(tokens), np.array(positions), np.array([len(slots) - 1]))
+    few = device_runner._few_runs(rows, following)
+    many = device_runner._find_runs(
+        rows.slots, np.where(rows.tokens == OWN_TOKEN, following[rows.slots], rows.positions)
+    )
+    for one, other in (
+        (few.firsts, many.firsts),
+        (few.counts, many.counts),
+        (few.starts, many.starts),
+        (few.slots, many.slots),
+    ):
+        assert one.tolist() == other.tolist()
+        assert one.dtype == other.dtype
 
 
 def plain(slot: int = 0, **changes: object) -> SlotSetup:

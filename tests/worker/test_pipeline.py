@@ -6,7 +6,8 @@ import asyncio
 import random
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -351,6 +352,30 @@ async def test_hand_off_is_sent_when_its_own_record_comes_and_the_row_behind_it_
         await answer.done.wait()
         assert answer.writers == [0, 1] * 4
         await cluster.settled()
+
+
+@pytest.mark.parametrize("requests", [1, 2])
+async def test_hand_offs_of_one_step_leave_together_and_a_lone_one_at_once(requests: int) -> None:
+    cluster = pair(scripted(SMALL), scripted(LARGE), "every_n", shape="visit", n=2)
+    outbound = cluster.workers["small"].outbound
+    blocks: list[int] = []
+    """Hand-offs by block of messages that leave together, where there are any."""
+
+    @contextmanager
+    def together() -> Iterator[None]:
+        begun = len(cluster.trace)
+        yield
+        if count := len([m for m in cluster.trace[begun:] if m.source == 0]):
+            blocks.append(count)
+
+    outbound.connect(outbound._send, together)
+    answers = [cluster.submit("demo", [1, n], max_tokens=3)[1] for n in range(requests)]
+    async with cluster.running():
+        for answer in answers:
+            await answer.done.wait()
+        await cluster.settled()
+    assert len([m for m in cluster.trace if m.source == 0]) == requests
+    assert blocks == [2] * (requests - 1)
 
 
 async def test_first_token_here_after_too_many_hand_offs_is_kept_whatever_the_device_says(tmp_path: Path) -> None:

@@ -19,9 +19,12 @@ from typing import cast
 
 import pytest
 
+from ipc.messages import Message, PeerReq
+from models.resident import StepRecord
 from models.script import ScriptRunner
 from tests.harness import Cluster
 from tests.worker.resident import FakeResident
+from tests.worker.test_pipeline import Held
 from trouterd.child import Control
 from trouterd.config import Config, Model, Route
 from trouterd.worker import main
@@ -284,6 +287,86 @@ async def test_steps_are_queued_in_a_turn_that_nobody_waits_for(
     assert not made[0].held
 
 
+class LoggedTurn(SharedTurn):
+    """A turn that comes at once and says when it ends."""
+
+    def __init__(self, file: int, granted: Callable[[], None]) -> None:
+        super().__init__(file, granted)
+        self.others = False
+        self.on_end: Callable[[], None] = lambda: None
+
+    def take(self) -> bool:
+        self.held = self.used = True
+        return True
+
+    def give_back(self) -> None:
+        super().give_back()
+        self.on_end()
+
+
+class Late(FakeResident):
+    """Gives one record at a time, and that when it is asked for the third time."""
+
+    asked = 0
+
+    def poll(self) -> StepRecord | None:
+        self.asked += 1
+        return None if self.asked % 3 else super().poll()
+
+
+@pytest.mark.parametrize("queued", [0, 1])
+async def test_a_turn_ends_with_the_step_that_hands_its_requests_on(
+    monkeypatch: pytest.MonkeyPatch, queued: int
+) -> None:
+    """Before anything else runs, and whether or not a step that the device is about to skip is queued behind that one: whoever
+    gets the request asks for its turn at once."""
+    made: list[LoggedTurn] = []
+    monkeypatch.setattr("trouterd.worker.turn.Turn", lambda *args: made.append(LoggedTurn(*args)) or made[0])
+    small, large = (Late(ScriptRunner([n], vocab_size=4, cycle=True), 1 + queued) for n in (1, 2))
+    small.skipped = 1
+    route = Route(models=["small", "large"], algorithm="every_n", params={"shape": "visit", "n": 2})
+    cluster = Cluster({"small": small, "large": large}, {"demo": route})
+    events: list[str] = []
+
+    def see(source: int, target: int, message: Message) -> bool:
+        if source == 0 and isinstance(message, PeerReq):
+            events.append("handed on")
+            asyncio.get_running_loop().call_soon(events.append, "later")
+        return True
+
+    cluster.accept = see
+    cluster.workers["small"].turns.configure(0)
+    made[0].on_end = lambda: events.append(f"over, {small.in_flight} queued")
+    async with cluster.running(), asyncio.timeout(30):
+        answer = await cluster.generate("demo", [1], max_tokens=9)
+        await cluster.settled()
+    assert answer.writers == [0, 1] * 4 + [0]
+    after = [events[n + 1 : n + 3] for n, event in enumerate(events) if event == "handed on"]
+    assert after == [[f"over, {queued} queued", "later"]] * 4
+
+
+async def test_a_step_behind_one_that_is_skipped_has_a_turn_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The turn in which that one was queued is over."""
+    made: list[LoggedTurn] = []
+    monkeypatch.setattr("trouterd.worker.turn.Turn", lambda *args: made.append(LoggedTurn(*args)) or made[0])
+    small = Held(ScriptRunner([1], vocab_size=4, cycle=True))
+    small.skipped = 1
+    large = ScriptRunner([2], vocab_size=4, cycle=True)
+    route = Route(models=["small", "large"], algorithm="every_n", params={"shape": "visit", "n": 2})
+    cluster = Cluster({"small": small, "large": large}, {"demo": route})
+    cluster.workers["small"].turns.configure(0)
+    async with cluster.running(), asyncio.timeout(30):
+        _, answer = cluster.submit("demo", [1], max_tokens=4)
+        small.allowed = 2
+        while not (len(small.launched) == 4 and made[0].held):
+            await asyncio.sleep(0)
+        assert small.in_flight == 2, "the skipped one, and that of the request that has come back"
+        small.allowed = 10**6
+        await answer.done.wait()
+        await cluster.settled()
+    assert not made[0].held
+
+
 async def test_a_worker_whose_turn_cannot_come_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would never launch again otherwise, and nobody would know why."""
 
@@ -317,7 +400,8 @@ async def test_a_turn_ends_where_models_run_side_by_side(monkeypatch: pytest.Mon
     async with cluster.running(), asyncio.timeout(30):
         _, answer = cluster.submit("demo", [1], max_tokens=100)
         await answer.until(10)
-        assert made[0].held
+        while not made[0].held:  # both steps in flight have just ended
+            await asyncio.sleep(0)
         turns.configure(None)
         await answer.until(20)
         assert not made[0].held

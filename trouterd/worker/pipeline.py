@@ -94,6 +94,11 @@ class PipelinedStepper:
         """Steps launched whose outcome has not been taken."""
         return len(self._flights) + self._alone.in_flight
 
+    @property
+    def running(self) -> int:
+        """Those of them that the device does not skip: some request of theirs has not left, as far as is known."""
+        return sum([not self._skipped(flight) for flight in self._flights]) + self._alone.in_flight
+
     def hosted(self, request: Request) -> bool:
         """Whether the device cannot decide the request's tokens."""
         return self._setups.hosted(request)
@@ -162,9 +167,13 @@ class PipelinedStepper:
         if not self._flights:
             return 0.0
         flight = self._flights[0]
-        if flight.dead and self.runner.skips(flight.rows):
+        if self._skipped(flight):
             return 0.0
         return self._pace.nap(flight.rows, now - self.started)
+
+    def _skipped(self, flight: _Flight) -> bool:
+        """Whether the device has nothing to do in it, as is known by now."""
+        return flight.dead and self.runner.skips(flight.rows)
 
     async def _launch_elsewhere(self, rows: StepRows) -> int:
         """Launch in the thread for what takes milliseconds of host time."""

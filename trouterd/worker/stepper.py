@@ -55,6 +55,11 @@ class Stepper(Protocol):
         """Steps launched whose outcome has not been taken."""
         ...
 
+    @property
+    def running(self) -> int:
+        """Those of them that the device does not skip: some request of theirs has not left, as far as is known."""
+        ...
+
     def hosted(self, request: Request) -> bool:
         """Whether the host has to decide this request's tokens while the others' are decided by a device."""
         ...

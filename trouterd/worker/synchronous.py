@@ -35,6 +35,11 @@ class SynchronousStepper:
         """1 between `launch` and `poll`."""
         return int(self._outcome is not None)
 
+    @property
+    def running(self) -> int:
+        """The same: what runs here was known to be needed."""
+        return self.in_flight
+
     def hosted(self, request: Request) -> bool:
         """Never: here the host decides all of them."""
         del request

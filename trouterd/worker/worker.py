@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import nullcontext
 
 from ipc.messages import NackReason
 from models.batch import ModelRunner
@@ -159,7 +160,7 @@ class Worker:
                 await self._collect(again)
             else:
                 # It came and is not needed any more, or its step failed.
-                self.turns.give_back(self.stepper.in_flight)
+                self.turns.give_back(self.stepper.running)
             # A visitor that is held back by delayed batching, or by whose turn it is, is not blocked.
             if not busy and (held or not self._refuse_blocked()) and not self._inbox:
                 await self._wait(again)
@@ -173,7 +174,7 @@ class Worker:
         """Launch what can be launched now; returns when to try again if nothing happens before."""
         now = time.monotonic()
         self.observer.ready(now)
-        self.turns.end(self.stepper.in_flight)
+        self.turns.end(self.stepper.running)
         while True:
             due = self.stepper.launch_at(bool(self.scheduler.hosted))
             if due <= now:
@@ -181,7 +182,7 @@ class Worker:
             if due > now:
                 return due
             if self.turns.taken:
-                if not self.scheduler.wanted or (self.stepper.in_flight and self.turns.wanted()):
+                if not self.scheduler.wanted or (self.stepper.running and self.turns.wanted()):
                     return NEVER
                 # Before the plan: requests of one that is not launched would have to stand back in the next.
                 if not self.turns.take():
@@ -245,8 +246,11 @@ class Worker:
             self.recorder.outcome(outcome, self.stepper.in_flight)
         now = time.monotonic()
         self.observer.note(outcome, self._begun, now, followed=self.stepper.in_flight > 0)
-        with self.outbound.together():
+        # A hand-off that is alone has no others to wait for.
+        with self.outbound.together() if len(outcome.alive) > 1 else nullcontext():
             self.outcomes.commit(outcome, now)
+        # At once: whoever has been handed a request is about to ask for its turn.
+        self.turns.end(self.stepper.running)
 
     def _poll(self) -> Outcome | None:
         try:
