@@ -108,7 +108,14 @@ def _baseline(group: Group, points: Sequence[Point]) -> str:
     text = f"Baseline, the large model without routing: {'; '.join(ways)}"
     if any(system.startswith(ITSELF) for system in group.large_systems):
         return f"{text}, the fastest of trouterd's ways to serve it that was measured."
+    if _has_all_of_its_gpu(group.head.get("settings", {})):
+        return f"{text}; in its turns it has all of its GPU and its persistent kernel, as it would by itself."
     return f"{text}. {_BY_ITSELF}{_KERNEL if group.head['placement'] == SHARED else ''}.**"
+
+
+def _has_all_of_its_gpu(settings: Mapping[str, object]) -> bool:
+    """Whether the large model of these daemons runs as fast as alone."""
+    return settings.get("batching.overlap") is False and settings.get(f"models.{LARGE}.megakernel") == "on"
 
 
 def _fastest(points: Sequence[Point]) -> dict[int, Measured]:

@@ -112,6 +112,11 @@ def test_the_baseline_is_named_with_its_rate() -> None:
     text, _ = worth_it([measured(2.0, 2.0, large=ITSELF)])
     assert "by itself 100 and 400 token/s at N = 1 and 4, the fastest of trouterd's ways" in text
     assert "not measured" not in text
+    turns = result("a", compared())
+    turns.head["settings"] = {"batching.overlap": False, "models.large.megakernel": "on"}
+    text, _ = worth_it([Group([turns])])
+    assert "in its turns it has all of its GPU and its persistent kernel, as it would by itself" in text
+    assert "not measured" not in text
 
 
 def test_of_runs_that_were_put_together_the_fastest_baseline_is_named() -> None:
