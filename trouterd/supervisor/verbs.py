@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -106,11 +106,9 @@ class Verbs:
             Refused: by one of them.
         """
         pending = []
-        for child in order:
-            if child.state == "down":
-                continue  # it gets the new configuration when it is started
+        for child in _running(order):
             try:
-                await child.call("set", args, SCRAPE_TIMEOUT if child.ready_at else 0)
+                await _give(child, args)
             except Refused as error:
                 raise Refused(f"{args['key']}: {error}") from error
             except CallError as error:
@@ -121,11 +119,9 @@ class Verbs:
 
     async def _undo(self, order: list[Child], args: dict[str, Any]) -> None:
         """Give every child the old value: the one that refused has it, others may have been started with the new one."""
-        for child in order:
-            if child.state == "down":
-                continue
+        for child in _running(order):
             try:
-                await child.call("set", args, SCRAPE_TIMEOUT if child.ready_at else 0)
+                await _give(child, args)
             except (CallError, Refused) as error:
                 log.warning("set %s back: %s", args["key"], error)
 
@@ -282,3 +278,13 @@ def _process_report(child: Child) -> dict[str, Any]:
         "steps": child.steps,
         "step_seconds": child.step_seconds,
     }
+
+
+def _running(order: Iterable[Child]) -> Iterator[Child]:
+    """Those that a change has to be sent to: the others get the whole configuration when they are started."""
+    return (child for child in order if child.state != "down")
+
+
+async def _give(child: Child, args: dict[str, Any]) -> None:
+    """Send a change to a child; one that is starting applies it when it gets to it. Raises CallError, Refused."""
+    await child.call("set", args, SCRAPE_TIMEOUT if child.ready_at else 0)
