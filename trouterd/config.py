@@ -267,9 +267,9 @@ class Model(Section, frozen=True):
     megakernel: Annotated[
         Literal["auto", "on", "off"],
         Meta(
-            description="GPU: run steps of few rows as one persistent kernel: up to 16; up to 12 on half of the GPU or less. 'auto' is"
-            " the smallest model of a GPU whose shape allows it, unless another model there says 'on', or it is one that routes visit"
-            " and that shares the GPU. Several can say 'on' with megakernel_percent of 100 in all, or where models take turns"
+            description="GPU: run steps of few rows as one persistent kernel: up to 16; up to 12 on half of the GPU or less. 'auto'"
+            " is the smallest model of a GPU whose shape allows it, unless another model there says 'on', or it is one that routes"
+            " visit and that shares the GPU. Several can say 'on' with megakernel_percent of 100 in all, or where models take turns"
             " (batching.overlap)."
         ),
     ] = "auto"

@@ -18,15 +18,15 @@ from models.cuda.shares import STAGE_BYTES
 from models.cuda.tensor_map import Boxes
 from models.rows import Rows
 
-MAX_ROWS = 64
-SERVED_ROWS, DIVIDED_ROWS = 16, 12
+MAX_ROWS = 16
+DIVIDED_ROWS = 12
 """Larger steps go another way, which is faster there: where the kernel has most of the multiprocessors, and where half of them or
-fewer. On an H200 decode steps of 8, 16, 24 and 32 rows of Qwen3-0.6B with R2R's head took, at contexts of 512 tokens, 1.11, 1.56,
-1.92 and 2.31 ms on 80 % (1.46, 1.65, 1.99 and 1.97 by cuBLAS and Triton), of 4 and 16 rows at 600 tokens 1.12 and 2.01 ms on 40 %
-(1.43 and 1.78). One of 8, 32 and 64 rows of Qwen3-32B took 15.1, 17.2 and 25.7 ms (18.5 ms of 8 and 20.5 ms of 64)."""
+fewer. On an H200 decode steps of 16 and 24 rows took at 1,024 tokens 1.58 and 2.46 ms of Qwen3-0.6B with R2R's head
+(2.41 ms of 32 rows by cuBLAS and Triton), 17.2 and 21.3 ms of Qwen3-32B (20.0 ms of 32); on 40 %, by an earlier kernel, 4 and 16 rows
+of Qwen3-0.6B at 600 tokens 1.12 and 2.01 ms (1.43 and 1.78)."""
 _HALF = 0.5
-ROW_COUNTS = (8, 16, 32, 64)
-"""Rows that the kernel can be compiled for; a step takes the smallest that holds it."""
+ROW_COUNTS = (8, 16)
+"""Rows for which the kernel is compiled; a step takes the smallest that holds it."""
 KEY_TILE = 16
 """A page holds a multiple of so many tokens."""
 _QUERY_BLOCK = 64
@@ -35,7 +35,7 @@ _SOURCES = Path(__file__).parent / "mega"
 
 def served_rows(share: float) -> int:
     """Most rows of a step that is faster in the kernel, where it takes this part of the multiprocessors."""
-    return SERVED_ROWS if share > _HALF else DIVIDED_ROWS
+    return MAX_ROWS if share > _HALF else DIVIDED_ROWS
 
 
 class Launcher(Protocol):
@@ -50,21 +50,18 @@ class Launcher(Protocol):
         ...
 
 
-def unsupported(config: ModelConfig, dtype: torch.dtype, capability: tuple[int, int], rows: int = MAX_ROWS) -> str:
+def unsupported(config: ModelConfig, dtype: torch.dtype, capability: tuple[int, int]) -> str:
     """Why the megakernel cannot run a model; empty if it can.
 
     Args:
         config: the model's shape.
         dtype: of weights, activations, K and V.
         capability: compute capability of the device.
-        rows: most token rows of a step.
     """
     if capability != (9, 0):
         return f"the megakernel is for Hopper (compute capability 9.0), not {capability[0]}.{capability[1]}"
     if dtype != torch.bfloat16:
         return f"the megakernel computes in bfloat16, not {str(dtype).removeprefix('torch.')}"
-    if rows > MAX_ROWS:
-        return f"the megakernel takes up to {MAX_ROWS} rows, not {rows}"
     if config.head_dim not in (64, 128):
         return f"head_dim {config.head_dim} is neither 64 nor 128"
     if config.num_heads // config.num_kv_heads > _QUERY_BLOCK:
@@ -73,7 +70,7 @@ def unsupported(config: ModelConfig, dtype: torch.dtype, capability: tuple[int, 
 
 
 class Megakernel:
-    """Runs steps of up to 64 rows. One launch at a time: scratch is shared between them.
+    """Runs steps of up to 16 rows. One launch at a time: scratch is shared between them.
 
     Args:
         weights: dealt to `weights.grid` SMs, all of which must be free to run the kernel at the same time.
@@ -144,8 +141,7 @@ class Megakernel:
             eps=config.rms_norm_eps,
             inverse_hidden=1.0 / config.hidden_size,
         )
-        variants = tuple(rows for rows, least in zip(ROW_COUNTS, (0, *ROW_COUNTS), strict=False) if least < most_rows)
-        self._launcher: Launcher = launcher or GpuLauncher(weights, row_counts=variants)
+        self._launcher: Launcher = launcher or GpuLauncher(weights)
         self._describe()
 
     def takes(self, rows: Rows) -> bool:
@@ -214,14 +210,12 @@ class GpuLauncher:
         ModelError: it cannot be compiled or loaded.
     """
 
-    def __init__(
-        self, weights: MegaWeights, flags: tuple[str, ...] = (), row_counts: tuple[int, ...] = ROW_COUNTS
-    ) -> None:
+    def __init__(self, weights: MegaWeights, flags: tuple[str, ...] = ()) -> None:
         self._device = weights.device
         shape = (*variant_flags(weights), *flags)
-        units = [(f"-DMEGA_ROWS={rows}", *shape) for rows in row_counts]
+        units = [(f"-DMEGA_ROWS={rows}", *shape) for rows in ROW_COUNTS]
         self._library = load_library(_SOURCES, units, "megakernel.cu")
-        self._functions = {rows: self._function(f"mega_launch_{rows}") for rows in row_counts}
+        self._functions = {rows: self._function(f"mega_launch_{rows}") for rows in ROW_COUNTS}
 
     def encode(self, boxes: Boxes) -> bytes:
         """See `Launcher`."""
@@ -243,7 +237,7 @@ class GpuLauncher:
 
 
 def variant_flags(weights: MegaWeights) -> tuple[str, ...]:
-    """What the kernel is compiled for: the sizes of its chunks, tiles and heads."""
+    """What the kernel is compiled for: the sizes of its tiles and heads."""
     shares = weights.shares
     norm = shares["qkv"].tile_mask() | shares["gate_up"].tile_mask() | weights.head_shares.tile_mask()
     plain = shares["o"].tile_mask() | shares["down"].tile_mask()

@@ -1,8 +1,8 @@
 """How the megakernel deals a matrix out: to SMs, to tiles of each SM, and to chunks of a tile.
 
-A matrix [N, K] is cut into units of 8 outputs and blocks of 64 inputs. Units are dealt to SMs in turn, so that every SM has
-one run of them; a run is cut into tiles of up to 15 units, a tile into chunks of some blocks. mega/stream.cuh walks the matrix
-with the same arithmetic.
+A matrix [N, K] is cut into units of 8 outputs and blocks of 64 inputs. Every SM gets one run of units, all of about the same
+length; a run is cut into tiles of up to 15 units, a tile into chunks of some blocks. mega/stream.cuh walks the matrix with the
+same arithmetic.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import numpy as np
 from models.batch import PageTable
 from models.resident import OWN_TOKEN, Resident, StepRecord, StepRows
 from trouterd.worker.decision import checked
-from trouterd.worker.pace import Pace
+from trouterd.worker.pace import SHORT, TICK, Pace
 from trouterd.worker.request import Request
 from trouterd.worker.route import WorkerRoute
 from trouterd.worker.scheduler import Chunk
@@ -168,7 +168,8 @@ class PipelinedStepper:
             return 0.0
         flight = self._flights[0]
         if self._skipped(flight):
-            return 0.0
+            # It is over at once, unless another model has the device meanwhile.
+            return 0.0 if now - self.started < SHORT else TICK
         return self._pace.nap(flight.rows, now - self.started)
 
     def _skipped(self, flight: _Flight) -> bool:

@@ -182,15 +182,13 @@ class Turns:
         """Whether no further step may be queued behind those in flight: another worker waits, or has the turn."""
         return self._turn is not None and self._turn.wanted()
 
-    def end(self, in_flight: int) -> None:
-        """The loop could launch its next step: a turn that was used is over when none of its steps is in flight, one that is not
-        needed any more at once, since of models that launch freely there may always be one."""
-        if not self.taken:
-            self.give_back(0)
-        elif self._turn is not None and self._turn.used:
-            self.give_back(in_flight)
+    def end(self, running: int) -> None:
+        """So many steps run of those that are in flight: a turn that was used is over when none does, one that is not needed any
+        more at once, since of models that launch freely there may always be one."""
+        if not self.taken or (self._turn is not None and self._turn.used and not running):
+            self.give_back()
 
-    def give_back(self, in_flight: int) -> None:
-        """Let others launch, if it is this worker's turn and none of its steps is in flight."""
-        if self._turn is not None and self._turn.held and not in_flight:
+    def give_back(self) -> None:
+        """Let others launch, if it is this worker's turn."""
+        if self._turn is not None and self._turn.held:
             self._turn.give_back()

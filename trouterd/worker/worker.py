@@ -160,7 +160,7 @@ class Worker:
                 await self._collect(again)
             else:
                 # It came and is not needed any more, or its step failed.
-                self.turns.give_back(self.stepper.running)
+                self.turns.give_back()
             # A visitor that is held back by delayed batching, or by whose turn it is, is not blocked.
             if not busy and (held or not self._refuse_blocked()) and not self._inbox:
                 await self._wait(again)

@@ -1,4 +1,4 @@
-// A whole forward pass of a dense Llama, Qwen2 or Qwen3 decoder for up to 64 token rows in one launch, for Hopper.
+// A whole forward pass of a dense Llama, Qwen2 or Qwen3 decoder for up to 16 token rows in one launch, for Hopper.
 //
 // One block per SM. Its ninth warp streams the SM's share of all weights through shared memory (stream.cuh); the other eight go
 // through the phases of each layer, with a barrier over all SMs after each: QKV product, attention, output product + residual,
@@ -188,7 +188,7 @@ DEVICE void forward(const Params& p, unsigned char* memory) {
   }
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   Ring ring = {shared.full, shared.empty, shared.ring};
-  if (thread() == 0) ring.init(Cut<ROWS>::HALVES);
+  if (thread() == 0) ring.init();
   if (thread() >= 32 && thread() < 32 + KINDS) shared.shares[thread() - 32].make(p.matrices[thread() - 32]);
   sync_all();
   if (thread() >= CONSUMERS) {

@@ -1,8 +1,9 @@
-// What the host tells the kernel. models/cuda/megakernel.py mirrors `Params` field by field.
+// What the host tells the kernel. models/cuda/mega_params.py mirrors `Params` field by field.
 #pragma once
 
 enum Kind : int { QKV, OUT, GATE_UP, DOWN, HEAD, KINDS };
 
+constexpr int MAX_ROWS = 16;   // token rows of a launch
 constexpr int TILE_SIZES = 3;  // that the tiles of a matrix can have
 
 // A weight matrix [8 * units, 64 * blocks] of every layer (see models/cuda/shares.py).
@@ -44,13 +45,13 @@ struct Params {
   const int* logit_rows;
 
   // Scratch.
-  bf16* x;                         // [64, hidden] the residual stream
-  bf16* qkv;                       // [64, (heads + 2 kv_heads) head_dim]
-  bf16* attended;                  // [64, heads head_dim]
-  bf16* act;                       // [64, intermediate]
+  bf16* x;                         // [MAX_ROWS, hidden] the residual stream
+  bf16* qkv;                       // [MAX_ROWS, (heads + 2 kv_heads) head_dim]
+  bf16* attended;                  // [MAX_ROWS, heads head_dim]
+  bf16* act;                       // [MAX_ROWS, intermediate]
   float* partial;                  // [split tasks, 64 query rows, head_dim] attention of a part of the keys
   float* partial_sums;             // [split tasks, 64, 2] its maximum and sum
-  unsigned* tickets;               // [64, kv_heads] zero between uses
+  unsigned* tickets;               // [MAX_ROWS and a run's further query blocks, kv_heads] zero between uses
   unsigned* arrivals;              // [SMs] the grid barrier's words
 
   // Results.

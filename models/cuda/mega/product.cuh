@@ -1,28 +1,25 @@
-// y[T, N] = x[T, K] W[N, K]^T for up to 64 rows: weights from the ring, activations from L2 straight into registers.
+// y[T, N] = x[T, K] W[N, K]^T for up to 16 rows: weights from the ring, activations from L2 straight into registers.
 //
 // The 8 warps of an SM share K: each takes chunks of the stream and keeps sums of all of the tile's outputs; one reduction in
-// a fixed order follows. Where rows are more than 32, warps go in pairs that hold half of the rows each.
-// The order of input features inside a block of 32 is free as long as both operands agree: lane (g, c) holds features
-// 8 c ... 8 c + 7 of row g, 16 contiguous bytes in memory, as pairs 0 1 2 3. Blocks of the stream hold two of them side by side. Pairs 0 and 2 feed one multiplication of depth 16,
-// pairs 1 and 3 the other. So up to 8 rows need no zeros beside them: the same four
-// registers are the operand of both multiplications, as rows g (pairs 0 and 2) and g + 8 (pairs 1 and 3), of whose results
-// the upper half of the first and the lower half of the second count.
+// a fixed order follows.
+// Half a block, 32 input features, goes into two multiplications of depth 16. Their order inside of it is free as long as both
+// operands agree: lane (g, c) holds features 8 c ... 8 c + 7 of row g, 16 contiguous bytes in memory, as pairs 0 1 2 3. Pairs 0
+// and 2 feed one multiplication, pairs 1 and 3 the other. So up to 8 rows need no zeros beside them: the same four registers are
+// the operand of both, as rows g (pairs 0 and 2) and g + 8 (pairs 1 and 3), of whose results the upper half of the first and the
+// lower half of the second count.
 #pragma once
 
 // What the kernel's variant for up to ROWS rows does.
 template <int ROWS>
 struct Cut {
   static constexpr int GROUPS = ROWS / 8;                      // of 8 rows
-  static constexpr int HALVES = ROWS > 32 ? 2 : 1;             // warps that share a chunk
-  static constexpr int OWN = GROUPS / HALVES;                  // row groups of a warp
-  static constexpr bool FOLDED = OWN == 1;                     // 8 rows: see above
-  static constexpr int TALL = FOLDED ? 2 : OWN / 2;            // sums of 16 rows
-  static constexpr int DEEP = WARPS / HALVES;                  // warps that share K
+  static constexpr bool FOLDED = GROUPS == 1;                  // 8 rows: see above
+  static constexpr int TALL = FOLDED ? 2 : GROUPS / 2;         // sums of 16 rows
   static constexpr int BATCH = WARPS / GROUPS;                 // units reduced at once: a warp finishes one of 8 rows
 };
 
 constexpr int SUM_BYTES = WARPS * WARPS * 32 * 8;              // sums of every warp for a batch of outputs
-constexpr int SQUARE_FLOATS = 8 * 32;                          // sums of squares: warps that share K x rows
+constexpr int SQUARE_FLOATS = WARPS * MAX_ROWS;                // sums of squares: warps x rows
 
 // Rows of activations.
 struct Source {
@@ -97,16 +94,16 @@ template <int ROWS, int UNITS, bool NORM>
 struct Tile {
   using P = Cut<ROWS>;
   // Independent chains of sums, where there are too few units to hide a multiplication's latency.
-  static constexpr int CHAINS = UNITS <= 4 && P::OWN <= 2 ? 2 : 1;
+  static constexpr int CHAINS = UNITS <= 4 && P::GROUPS <= 2 ? 2 : 1;
 
   // Halves of blocks whose activations are in flight together: what registers leave room for, twice, and not more than a chunk has.
   static constexpr int SUMS = CHAINS * UNITS * P::TALL * 4, ROOM = SUMS <= 64 ? 48 : SUMS < 96 ? 32 : 16;
-  static constexpr int WISH = ROOM / (8 * P::OWN + (NORM ? 8 : 0)), MOST = 2 * STAGE_BYTES / (BLOCK_BYTES * UNITS);
-  static constexpr int DEPTH = WISH < 1 ? 1 : WISH < MOST ? WISH : MOST;
-  static constexpr bool WHOLE = DEPTH % 2 == 0;  // blocks
+  static constexpr int WISH = ROOM / (8 * P::GROUPS + (NORM ? 8 : 0)), MOST = 2 * (STAGE_BYTES / (BLOCK_BYTES * UNITS));
+  static constexpr int DEPTH = WISH < 2 ? 1 : WISH < MOST ? WISH / 2 * 2 : MOST;
+  static constexpr bool WHOLE = DEPTH > 1;  // blocks
 
   struct Piece {
-    uint4 x[DEPTH][P::OWN];
+    uint4 x[DEPTH][P::GROUPS];
     uint4 scales[NORM ? DEPTH : 1];
   };
 
@@ -114,21 +111,22 @@ struct Tile {
   Ring& ring;
   const bf16* norm;
   u32 first_chunk;
-  int halves, step, deep;  // halves of blocks: of the matrix, of a chunk
-  const bf16* rows[P::OWN];
+  int halves, step;  // halves of blocks: of the matrix, of a chunk
+  int own_warp;
+  const bf16* rows[P::GROUPS];
   float sums[CHAINS][UNITS][P::TALL][4];
-  float squares[P::OWN];
+  float squares[P::GROUPS];
 
   DEVICE Tile(const Product& product, Ring& ring, u32 first_chunk, int blocks, int step)
       : product(product), ring(ring), norm(product.norm), first_chunk(first_chunk), halves(2 * blocks), step(2 * step) {
-    deep = warp() / P::HALVES;
+    own_warp = warp();
     // Or all sizes of tiles would share their addresses, and registers would be short for the whole time.
     keep_apart(this->norm);
     keep_apart(this->first_chunk);
     keep_apart(this->step);
-    keep_apart(deep);
+    keep_apart(own_warp);
 #pragma unroll
-    for (int own = 0; own < P::OWN; ++own) squares[own] = 0.0f;
+    for (int group = 0; group < P::GROUPS; ++group) squares[group] = 0.0f;
 #pragma unroll
     for (int chain = 0; chain < CHAINS; ++chain)
 #pragma unroll
@@ -164,11 +162,11 @@ struct Tile {
 #pragma unroll
     for (int i = 0; i < DEPTH; ++i)
 #pragma unroll
-      for (int own = 0; own < P::OWN; ++own) {
+      for (int group = 0; group < P::GROUPS; ++group) {
         if (begin + i < end)
-          to.x[i][own] = load_l2(rows[own] + (begin + i) * 32);
+          to.x[i][group] = load_l2(rows[group] + (begin + i) * 32);
         else
-          to.x[i][own] = make_uint4(0, 0, 0, 0);
+          to.x[i][group] = make_uint4(0, 0, 0, 0);
       }
   }
 
@@ -179,7 +177,7 @@ struct Tile {
       if (i >= count) break;
       if (NORM) {
 #pragma unroll
-        for (int own = 0; own < P::OWN; ++own) normalise(from.x[i][own], from.scales[i], squares[own]);
+        for (int group = 0; group < P::GROUPS; ++group) normalise(from.x[i][group], from.scales[i], squares[group]);
       }
       const int number = WHOLE ? i : done + i;
       const unsigned char* half = data + number / 2 * (UNITS * BLOCK_BYTES);
@@ -203,19 +201,19 @@ struct Tile {
     }
   }
 
-  // This warp's chunks: those whose number in the stream leaves its own when divided by that of the warps that share K.
+  // This warp's chunks: those whose number in the stream leaves its own when divided by that of the warps.
   DEVICE void multiply_all(const Grid& grid, bool waits) {
-    int index = (deep - first_chunk) % P::DEEP;
+    int index = (own_warp - first_chunk) % WARPS;
     int at = index * step, end = smaller(at + step, halves);
     Piece next;
     load_scales(next, at, end);
     if (waits) grid.wait();
     mark(1);
-    int row = warp() % P::HALVES * P::OWN * 8 + lane() / 4;
+    int row = lane() / 4;
     keep_apart(row);
 #pragma unroll
-    for (int own = 0; own < P::OWN; ++own)
-      rows[own] = product.source.row(row + own * 8) + lane() % 4 * 8;
+    for (int group = 0; group < P::GROUPS; ++group)
+      rows[group] = product.source.row(row + group * 8) + lane() % 4 * 8;
     load_rows(next, at, end);
     const unsigned char* data = nullptr;
     int done = 0;
@@ -227,7 +225,7 @@ struct Tile {
       const bool last = count <= DEPTH;
       at += DEPTH;
       if (last) {
-        index += P::DEEP;
+        index += WARPS;
         at = index * step;
         end = smaller(at + step, halves);
       }
@@ -235,9 +233,9 @@ struct Tile {
       load_rows(next, at, end);
       if (data == nullptr) {
         // Even rows come first, and each row's pieces at their number xor the row's: models/cuda/tensor_map.py.
-        int own = lane();
-        keep_apart(own);
-        const int place = own / 8 + own / 4 % 2 * 4, piece = own % 4 ^ place;
+        int self = lane();
+        keep_apart(self);
+        const int place = self / 8 + self / 4 % 2 * 4, piece = self % 4 ^ place;
         data = ring.stage(chunk) + place * 128 + piece * 16;
         done = 0;
         ring.wait(chunk);
@@ -268,28 +266,26 @@ struct Tile {
     }
   }
 
-  // Lay the sums of units `batch` ... out for the warps that finish them: [deep][unit][row group][lane].
+  // Lay the sums of units `batch` ... out for the warps that finish them: [warp][unit][row group][lane].
   DEVICE void lay_out(float2* to, int batch) const {
-    const int group = warp() % P::HALVES * P::OWN;
 #pragma unroll
     for (int unit = 0; unit < UNITS; ++unit) {
       if (unit < batch || unit >= batch + P::BATCH) continue;
 #pragma unroll
-      for (int own = 0; own < P::OWN; ++own) {
-        const float* pair = &sums[0][unit][own / 2][own % 2 * 2];
-        to[((deep * P::BATCH + unit - batch) * P::GROUPS + group + own) * 32 + lane()] = make_float2(pair[0], pair[1]);
+      for (int group = 0; group < P::GROUPS; ++group) {
+        const float* pair = &sums[0][unit][group / 2][group % 2 * 2];
+        to[((own_warp * P::BATCH + unit - batch) * P::GROUPS + group) * 32 + lane()] = make_float2(pair[0], pair[1]);
       }
     }
   }
 
   DEVICE void lay_out_squares(float* to) {
-    const int group = warp() % P::HALVES * P::OWN;
 #pragma unroll
-    for (int own = 0; own < P::OWN; ++own) {
-      float square = squares[own];
+    for (int group = 0; group < P::GROUPS; ++group) {
+      float square = squares[group];
       square += shuffle_xor(square, 1);
       square += shuffle_xor(square, 2);
-      if (lane() % 4 == 0) to[deep * ROWS + (group + own) * 8 + lane() / 4] = square;
+      if (lane() % 4 == 0) to[own_warp * ROWS + group * 8 + lane() / 4] = square;
     }
   }
 
@@ -312,14 +308,14 @@ struct Tile {
       if (NORM && batch == 0) {
         float square = 0.0f;
 #pragma unroll
-        for (int other = 0; other < P::DEEP; ++other) square += reduction.squares_now()[other * ROWS + row];
+        for (int other = 0; other < WARPS; ++other) square += reduction.squares_now()[other * ROWS + row];
         scale = reciprocal_root(square * product.inverse_width + product.eps);
       }
       const int unit = batch + mine;
       if (unit < UNITS && row < product.source.count) {
         float first = 0.0f, second = 0.0f;
 #pragma unroll
-        for (int other = 0; other < P::DEEP; ++other) {
+        for (int other = 0; other < WARPS; ++other) {
           const float2 sum = laid[(other * WARPS + warp()) * 32 + lane()];
           first += sum.x;
           second += sum.y;
@@ -350,7 +346,7 @@ DEVICE void run_tile(const Product& product, Ring& ring, u32 chunk, int blocks, 
     run_tile<ROWS, NORM, UNITS + 1>(product, ring, chunk, blocks, step, units, first, reduction, grid, waits);
 }
 
-// This SM's share of a product. `chunk` counts the stream's chunks; It `waits` for the other SMs before it reads
+// This SM's share of a product. `chunk` counts the stream's chunks; it `waits` for the other SMs before it reads
 // activations.
 template <int ROWS, bool NORM>
 DEVICE void multiply_share(const Product& product, const Share& share, int blocks, Ring& ring, u32& chunk,

@@ -4,7 +4,6 @@
 // holds the run's own keys. Query row i * group + h is row i of the run, query head h of the group.
 #pragma once
 
-constexpr int MAX_ROWS = 64;
 constexpr int KEY_TILE = 16;       // keys that a warp takes at once
 constexpr int QUERY_BLOCK = 64;    // query rows of a task; they and 64 own keys fill the memory
 constexpr int CHOICES = 16;        // lengths of a part that are considered: PART_KEYS << choice

@@ -2,7 +2,7 @@
 //
 // A matrix is dealt to SMs in units of 8 output features. An SM's share is cut into tiles of up to 15 units, whose sums are
 // kept in registers at once, and a tile into chunks of consecutive input features; a chunk is one copy of a box and is read by one
-// warp (two, when they hold different rows). The stream never waits for anything but room in the ring, so it runs ahead of the
+// warp. The stream never waits for anything but room in the ring, so it runs ahead of the
 // computation, over barriers and layers.
 #pragma once
 
@@ -11,11 +11,11 @@
 #endif
 
 constexpr int STAGES = MEGA_STAGES;
-constexpr int STAGE_BYTES = MEGA_STAGE_BYTES;  // models/cuda/shares.py
+constexpr int STAGE_BYTES = MEGA_STAGE_BYTES;
 constexpr int BLOCK_BYTES = 1024;  // 8 output features x 64 input features
 constexpr int MAX_UNITS = 15;      // of a tile
 constexpr int WARPS = CONSUMERS / 32;
-static_assert(STAGE_BYTES >= MAX_UNITS * BLOCK_BYTES, "a stage holds at least one block of every unit");
+static_assert(STAGE_BYTES == MAX_UNITS * BLOCK_BYTES, "models/cuda/shares.py has the same");
 static_assert(STAGE_BYTES % 1024 == 0, "the engine swizzles by addresses");
 // A stage's chunks belong to different warps, so that one can ask for a chunk while the one before it is still on its way; but the
 // one before that has been read. So barriers come in two sets, used in turn.
@@ -28,12 +28,12 @@ DEVICE int larger(int a, int b) { return a > b ? a : b; }
 
 struct Ring {
   u64* full;   // [LANDINGS] completes when a chunk has landed
-  u64* empty;  // [STAGES] completes when its readers are done
+  u64* empty;  // [STAGES] completes when it has been read
   unsigned char* data;
 
-  DEVICE void init(int readers) {
+  DEVICE void init() {
     for (int landing = 0; landing < LANDINGS; ++landing) barrier_init(full + landing, 1);
-    for (int stage = 0; stage < STAGES; ++stage) barrier_init(empty + stage, readers);
+    for (int stage = 0; stage < STAGES; ++stage) barrier_init(empty + stage, 1);
     barrier_init_done();
   }
   DEVICE unsigned char* stage(u32 chunk) const { return data + chunk % STAGES * STAGE_BYTES; }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,14 @@ from tests.models.tiny import tiny_model
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
-# Parts of 16 keys, so that short contexts are split as well; fewer stages than a tile has chunks, and no multiple of the warps.
+# Parts of 16 keys, so that short contexts are split as well; fewer stages than tiles have chunks, and no multiple of the warps.
 FLAGS = ("-DMEGA_PART_SHIFT=4", "-DMEGA_TASK_COST=0", "-DMEGA_MERGE_COST=0", "-DMEGA_STAGES=9")
+# Tiles of 8 units whose chunks are one block, 26 of them; tiles of few units, whose chunks are up to five blocks.
+SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
+    "many chunks": (2, {"family": "qwen3", "hidden": 128, "ffn": 1664}),
+    "long chunks": (5, {"family": "qwen2", "hidden": 128, "ffn": 2560, "tied": False}),
+    "biases": (3, {"family": "llama", "hidden": 64, "ffn": 832, "mlp_bias": True, "attention_bias": True}),
+}
 
 
 def emulated(weights: MegaWeights) -> EmulatedLauncher:
@@ -33,18 +40,36 @@ def on_gpu(weights: MegaWeights) -> GpuLauncher:
     scope="module",
     params=[
         pytest.param("cpu", marks=pytest.mark.skipif(COMPILER is None, reason="needs g++")),
-        pytest.param("cuda", marks=pytest.mark.skipif(not HAS_HOPPER, reason="needs a GPU of compute capability 9.0")),
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.timeout(900),
+                pytest.mark.skipif(not HAS_HOPPER, reason="needs a GPU of compute capability 9.0"),
+            ],
+        ),
     ],
 )
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    directory: Path = tmp_path_factory.mktemp("mega")
-    tiny_model(directory, "qwen3", vocab=260, dtype=torch.bfloat16, hidden=64, head_dim=64, kv_heads=2, ffn=832)
-    launcher = emulated if request.param == "cpu" else on_gpu
-    sizes = {"grid": 3, "page_size": 16, "num_pages": 200, "vocab_size": 259, "context_length": 512}
-    return Pair(directory, launcher, device=request.param, **sizes)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
-def test_steps_equal_the_reference(pair: Pair) -> None:
+def made(folder: Path, name: str, device: str) -> Pair:
+    grid, shape = SHAPES[name]
+    tiny_model(folder, vocab=260, dtype=torch.bfloat16, head_dim=64, kv_heads=2, **shape)
+    launcher = emulated if device == "cpu" else on_gpu
+    sizes = {"grid": grid, "page_size": 16, "num_pages": 200, "vocab_size": 259, "context_length": 512}
+    return Pair(folder, launcher, device=device, **sizes)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, device: str) -> Pair:
+    return made(tmp_path_factory.mktemp("mega"), "biases", device)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_steps_equal_the_reference(tmp_path: Path, name: str, device: str) -> None:
+    pair = made(tmp_path, name, device)
     chosen = random.Random(1)
 
     def tokens(count: int) -> list[int]:
@@ -52,16 +77,17 @@ def test_steps_equal_the_reference(pair: Pair) -> None:
 
     steps = [
         [(0, tokens(1)), (1, tokens(3))],
-        [(0, tokens(60))],
-        [(1, tokens(17)), (2, tokens(1)), (3, tokens(30))],
+        *([(0, tokens(16))] for _ in range(3)),
+        [(1, tokens(9)), (2, tokens(1)), (3, tokens(4))],
         [(slot, tokens(1)) for slot in range(8)],
-        [(0, tokens(40)), (5, tokens(2))],
+        [(0, tokens(12)), (5, tokens(2))],
+        [(slot, tokens(1)) for slot in range(12)],
         [(0, tokens(1))],
     ]
     for seed, runs in enumerate(steps):
         if isinstance(pair.launcher, EmulatedLauncher):
             pair.launcher.seed = seed
-        pair.check(runs, idle=0 if len(runs) == 8 else 2)
+        pair.check(runs, idle=0 if sum(len(part) for _, part in runs) in (8, 16) else 2)
 
 
 def test_a_step_of_inactive_rows_leaves_everything_as_it_is(pair: Pair) -> None:

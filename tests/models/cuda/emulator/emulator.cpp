@@ -42,9 +42,7 @@ void start() {
   memory += 1024 - reinterpret_cast<uintptr_t>(memory) % 1024;
   switch (launch.rows) {
     case 8: forward<8>(*launch.params, memory); break;
-    case 16: forward<16>(*launch.params, memory); break;
-    case 32: forward<32>(*launch.params, memory); break;
-    default: forward<64>(*launch.params, memory); break;
+    default: forward<16>(*launch.params, memory); break;
   }
   own.done = true;
   ++events;
