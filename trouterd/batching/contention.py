@@ -9,9 +9,10 @@ import numpy as np
 from trouterd.batching.network import Floats
 from trouterd.batching.placement import beside_each_other
 
-_SPREAD = 0.1
-"""Standard deviation of the overlap, of many steps and batches of a size, at which what it tells counts as much as what is assumed.
-Beyond that it soon counts alone; steps whose overlaps hardly differ differ for reasons that make them last longer, too."""
+_SPREAD = 0.15
+"""Standard deviation of the overlap, of many steps and batches of a size, at which what it tells counts as much as what is assumed."""
+_STEEP = 4
+"""Power of its variance by which it then soon counts alone: where overlaps hardly differ, that is by errors of the clock as much."""
 _FEW = 30
 """Steps that count as much as what is assumed at that deviation."""
 _LEAST = 1e-9
@@ -59,8 +60,8 @@ def told(batch: Floats, seconds: Floats, overlap: Floats, prior: float) -> Conte
     variance = float(instrument @ (seconds * np.minimum(overlap, 1.0))) / whole
     if variance < _LEAST:
         return Contention(prior, 0.0)
-    # As a variance, too: of the prior, against which that of the overlap is weighed.
-    against = _SPREAD**4 / variance + _SPREAD**2 * _FEW / len(batch)
+    # What is assumed, as if told by overlaps of this variance.
+    against = variance * (_SPREAD**2 / variance) ** _STEEP + _SPREAD**2 * _FEW / len(batch)
     low, high = 0.0, _MOST
     while high - low > _PRECISION:
         middle = (low + high) / 2
