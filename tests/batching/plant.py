@@ -1,4 +1,4 @@
-"""A simulated daemon whose every step is followed, with the controller at work beside it: what it measures depends on what it does."""
+"""A simulated daemon with the controller at work in it: what is measured depends on what it does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from trouterd.batching.controller import Controller
 from trouterd.batching.launch import clamp
 from trouterd.batching.network import Network
-from trouterd.batching.policies import Delayed, Instant, constant
+from trouterd.batching.policies import Instant, constant
 from trouterd.batching.report import Report, Step
 from trouterd.batching.simulator import simulate
 from trouterd.batching.workload import MarkovWorkload
@@ -34,9 +34,10 @@ class Plant:
         self.controller, self.network, self.requests = controller, network, requests
         self._names, self._jitter = controller.group.models, jitter
         self._workload = _Counted(network, requests)
-        self._policy = constant((1,) * network.size)
+        self._policy = constant(self.thresholds)
         self._open: list[tuple[float, int] | None] = [None] * network.size
         self._steps: list[list[Step]] = [[] for _ in self._names]
+        """Since the latest reports."""
         self._decisions = [0] * network.size
         self._reports = 0
         self._dice = np.random.default_rng(1)
@@ -74,19 +75,20 @@ class Plant:
 
     def _report(self, now: float) -> None:
         self._reports += 1
-        self.controller.observe(dict(zip(self._names, (self._of(model, now) for model in range(self.network.size)), strict=True)))
+        self.controller.observe({name: self._of(model, now) for model, name in enumerate(self._names)})
         self._steps = [[] for _ in self._names]
         if self._reports % EVERY == 0 and self.controller.recompute(now):
-            self._policy = Delayed([[threshold] for threshold in self.thresholds])
+            self._policy = constant(self.thresholds)
 
     def _of(self, model: int, now: float) -> Report:
         moves = self._workload.moves[model]
+        tokens = sum(count * self.network.commit[model][other] for other, count in moves.items())
         return Report(
             now=now,
             since=0.0,
             active=self.requests,
             version=0,
-            tokens=int(np.dot([moves[other] for other in range(self.network.size)], self.network.commit[model])),
+            tokens=int(tokens),
             decisions=self._decisions[model],
             moves={other: count for other, count in moves.items() if other != model},
             runs={},

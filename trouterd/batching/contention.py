@@ -10,9 +10,9 @@ from trouterd.batching.network import Floats
 from trouterd.batching.placement import beside_each_other
 
 _SPREAD = 0.15
-"""Standard deviation of the overlap, of many steps and batches of a size, at which what it tells counts as much as what is assumed."""
+"""Standard deviation of the overlap, of many steps and batches of a size, at which it counts as much as what is assumed."""
 _STEEP = 4
-"""Power of its variance by which it then soon counts alone: where overlaps hardly differ, that is by errors of the clock as much."""
+"""Power of its variance by which it then soon counts alone: overlaps that hardly differ do so by errors of the clock as much."""
 _FEW = 30
 """Steps that count as much as what is assumed at that deviation."""
 _LEAST = 1e-9
@@ -88,6 +88,6 @@ def _lost(factor: float) -> float:
 
 
 def _by_size(batch: Floats) -> Floats:
-    """Columns that any function of the size is a sum of that is a line between powers of two, as step times about are: [steps, sizes]."""
+    """[steps, sizes]: columns that every function of the size is a sum of that is a line between powers of two."""
     knots = 2.0 ** np.arange(np.ceil(np.log2(batch.max())) + 1)
     return np.stack([np.interp(batch, knots, column) for column in np.eye(len(knots))], axis=1)

@@ -13,8 +13,8 @@ class Step(msgspec.Struct, array_like=True, frozen=True, gc=False):
     seconds: float
     """Until the model could take the next one."""
     requests: int
-    """Without those that had left in the step before, whose rows were dead; 0: there was no other, or the step fed a part of a prompt,
-    so that it tells no step time, but slows others down."""
+    """Without those that had left in the step before, whose rows were dead. 0: there was no other, or the step fed a part of a
+    prompt; it tells no step time, but slows others down."""
 
 
 class Report(msgspec.Struct, frozen=True):
