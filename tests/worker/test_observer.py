@@ -13,6 +13,7 @@ from models.batch import ModelRunner
 from models.script import ScriptRunner
 from tests.harness import Cluster
 from tests.worker.resident import FakeResident
+from trouterd.batching.report import Step
 from trouterd.config import Route
 from trouterd.worker.observer import Observer
 from trouterd.worker.stats import Stats
@@ -68,22 +69,21 @@ def test_a_step_behind_another_one_took_what_the_device_says() -> None:
     assert observer.busy_seconds == 0.75
 
 
-def test_prompts_are_busy_time_but_no_sample_of_a_step() -> None:
+def test_prompts_are_busy_time_of_no_requests() -> None:
     observer = Observer(Stats())
     observer.note(Decided([Fed(first=0)], 0.5), 1.0, 1.5, followed=False)  # type: ignore[arg-type]
     observer.ready(2.0)
     assert observer.busy_seconds == 1.0
-    assert observer.report(2.0, 3, 0).steps == []
-    assert [step.requests for step in observer.since(0.0)] == [0]
+    assert observer.report(2.0, 3, 0).steps == observer.since(0.0) == [Step(1.0, 1.0, 0)]
 
 
-def test_dead_steps_are_busy_time_but_no_sample_of_a_step() -> None:
+def test_dead_steps_are_busy_time_of_no_requests() -> None:
     observer = Observer(Stats())
     observer.note(Decided([Fed()], 0.5, [False]), 1.0, 1.5, followed=False)  # type: ignore[arg-type]
     observer.ready(2.0)
     assert observer.busy_seconds == 1.0
     report = observer.report(2.0, 3, 0)
-    assert (report.steps, report.decisions) == ([], 0)
+    assert (report.steps, report.decisions) == ([Step(1.0, 1.0, 0)], 0)
 
 
 def test_requests_of_a_step_are_those_whose_rows_were_alive() -> None:

@@ -10,10 +10,11 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from trouterd.batching.contention import alone, assumed, told
 from trouterd.batching.groups import Group
 from trouterd.batching.network import Floats, Matrix, Network, NetworkError, StepTime
-from trouterd.batching.overlap import overlapped
-from trouterd.batching.report import Report, Step
+from trouterd.batching.overlap import Overlaps, Sample
+from trouterd.batching.report import Report
 
 Key = TypeVar("Key")
 
@@ -36,14 +37,8 @@ SAMPLES = 2000
 """Steps that a fit looks at."""
 _MISFIT = 0.15
 """Relative error above which a line is no picture of the step times."""
-_SPREAD = 0.1
-"""Standard deviation of the overlap from which on its effect can be told."""
-_MOST_CONTENTION = 9.0
-"""A step that goes on at a tenth of its speed."""
-_CONTENTION_STEP = 1e-3
-_TIME_SLICES = 1.0
-"""Contention of models that share a GPU, as long as nothing else is known."""
-
+_SURE = 0.8
+"""Part of steps in a factor of contention from which on a later one takes its place, were there even more in it."""
 
 _LEAST_BASE = 1e-7
 """Seconds of any step, as fitted."""
@@ -74,6 +69,8 @@ class Learned(msgspec.Struct):
     points: Annotated[list[tuple[_Batch, _StepSeconds]], Meta(max_length=SAMPLES)] = []
     """(batch, seconds) without contention."""
     contention: Annotated[float, Meta(ge=0, le=1e3)] | None = None
+    told: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Part that steps had in that, the rest being assumed; 0: nothing but that, whatever a file says of contention."""
     waited: NotNegative = 0.0
     waited_seconds: NotNegative = 0.0
     handed: NotNegative = 0.0
@@ -94,10 +91,9 @@ class Estimator:
         self.group = group
         known = learned or {}
         self.learned = {name: known.get(name) or Learned() for name in group.models}
-        self._samples: dict[str, deque[tuple[int, float, float]]] = {
-            name: deque(maxlen=SAMPLES) for name in group.models
-        }
-        """Per model: (batch, seconds, share of it during which another model of the GPU ran)."""
+        self._samples: dict[str, deque[Sample]] = {name: deque(maxlen=SAMPLES) for name in group.models}
+        self._sharing = [name for name, shares in zip(group.models, group.shares, strict=True) if shares]
+        self._overlaps = Overlaps(self._sharing)
         self._last: dict[str, Report] = {}
         self._names = dict(zip(group.workers, group.models, strict=True))
 
@@ -107,9 +103,9 @@ class Estimator:
         weight = 0.5 ** (sum(steps.values()) / RECENT)
         for name, learned in self.learned.items():
             learned.recent = learned.recent * weight + steps.get(name, 0)
-        for name, report in reports.items():
-            self._samples[name] += self._measured(name, report.steps, reports)
-            self._last[name] = report
+        for name, samples in self._overlaps.observe(reports).items():
+            self._samples[name] += samples
+        self._last.update(reports)
 
     def lacks(self) -> str:
         """What is not known well enough; '' if nothing."""
@@ -123,8 +119,9 @@ class Estimator:
         if self.lacks():
             return None
         used = self._used()
+        prior = self._assumed()
         for name in used:
-            self._fit(name)
+            self._fit(name, prior[name])
         facts = [self.learned[name] for name in used]
         try:
             return Network(
@@ -180,38 +177,39 @@ class Estimator:
         row[index] = max(learned.decisions - sum(row) + row[index], 0.0)
         return tuple((np.array(row) / sum(row)).tolist())
 
-    def _measured(
-        self, name: str, steps: Sequence[Step], reports: Mapping[str, Report]
-    ) -> list[tuple[int, float, float]]:
-        """Samples of new steps, with their overlap."""
-        share = np.zeros(len(steps))
-        if steps and self.group.shares[self.group.models.index(name)]:
-            seconds = np.array([step.seconds for step in steps])
-            for other, report in reports.items():
-                if other != name and report.steps:
-                    share += overlapped(steps, report.steps) / np.maximum(seconds, 1e-9)
-        return [(s.requests, s.seconds, o) for s, o in zip(steps, share.tolist(), strict=True) if s.seconds > 0]
+    def _assumed(self) -> dict[str, float]:
+        """Contention as long as nothing is known of it."""
+        seconds = [self._mean_seconds(name) for name in self._sharing]
+        factors = assumed(len(seconds), int(np.argmax(seconds))) if seconds else ()
+        return dict.fromkeys(self.group.models, 0.0) | dict(zip(self._sharing, factors, strict=True))
 
-    def _fit(self, name: str) -> None:
+    def _mean_seconds(self, name: str) -> float:
+        """Of its steps; 0 if there is none."""
+        seconds = [own for _, own, _ in self._samples[name]] or [own for _, own in self.learned[name].points]
+        return float(np.mean(seconds)) if seconds else 0.0
+
+    def _fit(self, name: str, prior: float) -> None:
         """Step time by batch size, and contention, from the samples; what was known before stays while they are few."""
         samples = self._samples[name]
         learned = self.learned[name]
-        shares = self.group.shares[self.group.models.index(name)]
-        if learned.contention is None:
-            learned.contention = _TIME_SLICES if shares else 0.0
+        factor = learned.contention
+        if factor is None or not learned.told:
+            factor = learned.contention = prior
         if len(samples) < ENOUGH_STEPS:
             return
         batch, seconds, overlap = (np.array(column, dtype=np.float64) for column in zip(*samples, strict=True))
-        factor = learned.contention
-        if shares and float(np.std(overlap)) > _SPREAD:
-            factor = _contention(batch, seconds, overlap)
+        if name in self._sharing:
+            found = told(batch, seconds, overlap, prior)
+            # Models that wait for each other hardly overlap: what was told before they did is better known.
+            if found.told >= min(learned.told, _SURE):
+                factor, learned.told = found.factor, found.told
         learned.contention = factor
-        alone = _alone(seconds, overlap, factor)
-        base, slope = _line(batch, alone)
-        misfit = float(np.mean(np.abs(base + slope * batch - alone)) / np.mean(alone))
+        times = alone(seconds, overlap, factor)
+        base, slope = _line(batch, times)
+        misfit = float(np.mean(np.abs(base + slope * batch - times)) / np.mean(times))
         sizes = np.unique(batch)
         if misfit > _MISFIT and len(sizes) > 2:
-            medians = np.maximum.accumulate([float(np.median(alone[batch == size])) for size in sizes])
+            medians = np.maximum.accumulate([float(np.median(times[batch == size])) for size in sizes])
             learned.points = list(zip(sizes.tolist(), medians.tolist(), strict=True))
         else:
             learned.points = [(1.0, base + slope), (2.0, base + 2 * slope)]
@@ -247,32 +245,6 @@ def _line(batch: Floats, seconds: Floats) -> tuple[float, float]:
         slope = min(max(slope, 0.0), float(np.average(medians, weights=counts)) / mean)
     base = float(np.average(medians - slope * sizes, weights=counts))
     return max(base, _LEAST_BASE), slope
-
-
-def _contention(batch: Floats, seconds: Floats, overlap: Floats) -> float:
-    """The factor with which what steps would have taken alone has nothing to do with how much they overlapped, batches of a size.
-
-    Seconds of overlap are no measure of it, nor their least squares: a step that lasts longer for any reason overlaps for longer.
-    """
-    columns = np.stack([np.ones_like(batch), batch], axis=1)
-    instrument = overlap - columns @ np.linalg.lstsq(columns, overlap, rcond=None)[0]
-    low, high = 0.0, _MOST_CONTENTION
-    while high - low > _CONTENTION_STEP:
-        middle = (low + high) / 2
-        if float(instrument @ _alone(seconds, overlap, middle)) > 0:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def _alone(seconds: Floats, overlap: Floats, factor: float) -> Floats:
-    """What steps would have taken without other models, which they ran beside for these shares of their time.
-
-    Beside one other model a step goes on at 1 / (1 + factor) of its speed; shares above 1 are those of several models.
-    """
-    beside = np.minimum(overlap, 1.0)
-    return np.asarray(seconds * (1 - beside + beside / (1 + factor * np.maximum(overlap, 1.0))))
 
 
 def _commits(facts: Sequence[Learned]) -> Matrix:

@@ -30,6 +30,11 @@ class Placement:
     """That the slowest model would need without the others."""
 
 
+def beside_each_other(count: int, slowest: int) -> tuple[float, ...]:
+    """Contention of a pair on one GPU."""
+    return tuple(SLOWER if model == slowest else FASTER for model in range(count))
+
+
 def placed(network: Network, name: str, contention: Sequence[float], gpus: Sequence[int], slowest: int) -> Placement:
     """A network where `name` says.
 
@@ -51,7 +56,7 @@ def placed(network: Network, name: str, contention: Sequence[float], gpus: Seque
     if name == SHARED and not contention:
         if count > 2:
             raise NetworkError("--placement shared: for three or more models no factors are known; set --contention")
-        contention = tuple(SLOWER if model == slowest else FASTER for model in range(count))
+        contention = beside_each_other(count, slowest)
     together = name == SHARED or (not name and (network.turns or any(contention)))
     if len(gpus) == 1:
         paid = alone = gpus[0]

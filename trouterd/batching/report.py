@@ -6,14 +6,15 @@ import msgspec
 
 
 class Step(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A step that fed no part of a prompt."""
+    """A step of a model."""
 
     begin: float
     """Seconds of CLOCK_MONOTONIC, which all processes of a host share."""
     seconds: float
     """Until the model could take the next one."""
     requests: int
-    """Without those that had left in the step before, whose rows were dead."""
+    """Without those that had left in the step before, whose rows were dead. 0: there was no other, or the step fed a part of a
+    prompt; it tells no step time, but slows others down."""
 
 
 class Report(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ from trouterd.worker.scheduler import Chunk
 from trouterd.worker.stats import Stats
 from trouterd.worker.stepper import Outcome
 
-STEPS = 1024
+STEPS = 2048
 """Steps that are kept between two reports."""
 LATEST = 1 << 14
 """Steps that are kept for whoever measures: 10 s and more of a small model."""
@@ -35,9 +35,8 @@ class Observer:
         """Of those that fed a part of a prompt."""
         self._steps: deque[Step] = deque(maxlen=STEPS)
         self._latest: deque[Step] = deque(maxlen=LATEST)
-        """Those that fed a prompt among them, and those of dead rows alone, with 0 requests."""
         self._open: tuple[float, float, int, bool] | None = None
-        """Begin of a step with none behind it, when its outcome was seen, its requests, 0 as in `_latest`, and whether it fed a
+        """Begin of a step with none behind it, when its outcome was seen, its requests as in `Step`, and whether it fed a
         prompt."""
         self._idle_since = float("inf")
         """From then on the model had nothing to do, if it is not in a step now."""
@@ -105,8 +104,7 @@ class Observer:
         self.prompt_seconds += (end - begin) * prompts
         step = Step(begin, end - begin, requests)
         self._latest.append(step)
-        if requests:
-            self._steps.append(step)
+        self._steps.append(step)
 
     def since(self, moment: float) -> list[Step]:
         """The latest steps, from the first that ended after this time.monotonic() on; one that fed a prompt, or nobody, has 0
