@@ -208,6 +208,16 @@ async def test_paths_methods_and_sizes(tmp_path: Path, tokenizer: Tokenizer) -> 
         assert (status, answer["error"]["code"]) == (413, "body_too_large")
 
 
+async def test_unknown_expectation_is_answered(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """aiohttp refuses it before any middleware: the answer is stamped all the same, whatever the path."""
+    async with serve(tmp_path, tokenizer, HI) as api:
+        for path in (CHAT, "/nosuch"):
+            async with api.session.post(f"http://test{path}", data=b"{}", headers={"Expect": "200-later"}) as answer:
+                assert answer.status == 417
+                assert answer.headers["X-Request-Id"]
+                assert answer.headers["Server"] == "trouterd"
+
+
 async def test_announced_size_is_refused_before_the_body_comes(tmp_path: Path, tokenizer: Tokenizer) -> None:
     async with serve(tmp_path, tokenizer, HI, settings=config(max_body_bytes=2048)) as api:
         reader, writer = await asyncio.open_unix_connection(str(api.socket))

@@ -42,7 +42,8 @@ def build_app(services: Services, *, max_body_bytes: int = 16 << 20) -> web.Appl
 
 
 async def _stamp(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers[ID_HEADER] = request[REQUEST_ID]
+    # What aiohttp refuses before any middleware, such as an unknown Expect, has no id yet.
+    response.headers[ID_HEADER] = request.get(REQUEST_ID) or new_id()
     response.headers["Server"] = "trouterd"
 
 
