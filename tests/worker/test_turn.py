@@ -345,6 +345,23 @@ async def test_a_turn_ends_with_the_step_that_hands_its_requests_on(
     assert after == [[f"over, {queued} queued", "later"]] * 4
 
 
+async def test_no_step_ends_behind_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or it would seem to have run beside the one that begins then."""
+    made: list[LoggedTurn] = []
+    monkeypatch.setattr("trouterd.worker.turn.Turn", lambda *args: made.append(LoggedTurn(*args)) or made[0])
+    cluster = Cluster({"m": ScriptRunner([1], vocab_size=4, cycle=True)}, {"demo": Route(models=["m"])})
+    worker = cluster.workers["m"]
+    worker.turns.configure(0)
+    ended: list[float] = []
+    made[0].on_end = lambda: ended.append(time.monotonic())
+    async with cluster.running(), asyncio.timeout(30):
+        await cluster.generate("demo", [1], max_tokens=9)
+        await cluster.settled()
+    steps = worker.observer.since(0.0)
+    assert len(steps) == len(ended) == 9
+    assert all(step.begin + step.seconds <= end for step, end in zip(steps, ended, strict=True))
+
+
 async def test_a_step_behind_one_that_is_skipped_has_a_turn_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The turn in which that one was queued is over."""
     made: list[LoggedTurn] = []

@@ -249,8 +249,12 @@ class Worker:
         # A hand-off that is alone has no others to wait for.
         with self.outbound.together() if len(outcome.alive) > 1 else nullcontext():
             self.outcomes.commit(outcome, now)
+        running = self.stepper.running
+        if self.turns.taken and not running:
+            # The step ends with the turn, or it would seem to have run beside the one that begins then.
+            self.observer.ready(time.monotonic())
         # At once: whoever has been handed a request is about to ask for its turn.
-        self.turns.end(self.stepper.running)
+        self.turns.end(running)
 
     def _poll(self) -> Outcome | None:
         try:
