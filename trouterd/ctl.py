@@ -312,7 +312,7 @@ def _batching_lines(answer: Mapping[str, Any]) -> Iterable[str]:
             f" at {group['active']:.1f} active requests"
         )
         for name, row in group["routing"].items():
-            moves = ", ".join(f"{to} {share:.3f}" for to, share in zip(group["models"], row, strict=True))
+            moves = ", ".join(f"{to} {share:.3f}" for to, share in zip(group["routing"], row, strict=True))
             step, contention = group["step_ms"][name], group["contention"][name]
             yield f"  {name}: step {step:.2f} ms; goes on to {moves}; contention {contention:.2f}"
         if group["routing"]:

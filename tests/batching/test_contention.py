@@ -17,7 +17,7 @@ from trouterd.batching.network import Network, StepTime
 from trouterd.batching.overlap import Overlaps, Sample
 from trouterd.batching.placement import FASTER, SLOWER
 from trouterd.batching.plan import plan
-from trouterd.batching.report import Report, Step
+from trouterd.batching.report import STEPS, Report, Step
 
 
 def test_contention_is_told_from_steps_that_ran_alone_and_together() -> None:
@@ -129,6 +129,18 @@ def test_what_ran_beside_a_model_that_did_not_answer_is_not_known() -> None:
     assert overlaps.observe({"small": report(Step(1.0, 1.0, 2))}) == {}
     assert observed(overlaps, [Step(2.0, 1.0, 2)], []) == {}
     assert observed(overlaps, [], []) == {"small": [(2, 1.0, 0.0)], "large": []}
+
+
+def test_what_ran_beside_steps_before_the_first_that_was_kept_is_not_known() -> None:
+    """Nobody asked for a while: of the short steps the latest are left, of the long ones all."""
+    overlaps = Overlaps(NAMES)
+    observed(overlaps, [Step(0.0, 1.0, 2)], [Step(0.0, 1.0, 1)])
+    short = [Step(float(second), 1.0, 2) for second in range(1000, 1000 + STEPS)]
+    long = [Step(10.0 * number, 10.0, 1) for number in range(1, 304)]
+    assert observed(overlaps, short, long) == {}
+    found = observed(overlaps, [], [])
+    assert found["large"] == [(1, 10.0, 1.0)] * len([step for step in long if step.begin >= 1000.0])
+    assert len(found["small"]) == STEPS
 
 
 def test_steps_on_gpus_of_their_own_are_samples_at_once() -> None:

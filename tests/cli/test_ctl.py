@@ -169,12 +169,19 @@ def look(steps: int, tokens: int, now: float) -> dict[str, Any]:
     model = {"now": now, "mode": "auto", "threshold": 3, "thresholds": [1, 2, 3], "linger_ms": 56.0, "active": 4}
     model |= {"reasons": {"threshold": steps}, "queue": 0, "pending": 2, "tokens": tokens, "handoffs": tokens // 2}
     model |= {"since": 1.0, "steps": steps, "step_requests": steps * 2.5, "held_seconds": now / 4}
-    group = {"models": ["small", "large"], "state": "settled", "active": 4.0, "measured": 150.0, "predicted": 160.0}
+    group = {
+        "models": ["small", "middle", "large"],
+        "state": "settled",
+        "active": 4.0,
+        "measured": 150.0,
+        "predicted": 160.0,
+    }
     group |= {
         "ideal": 200.0,
-        "routing": {"small": [0.65, 0.35]},
-        "step_ms": {"small": 6.0},
-        "contention": {"small": 0.0},
+        # No request has come to the middle one.
+        "routing": {"small": [0.65, 0.35], "large": [1.0, 0.0]},
+        "step_ms": {"small": 6.0, "large": 28.0},
+        "contention": {"small": 0.0, "large": 0.35},
         "handoff_ms": 0.25,
         "trust": 0.97,
     }
@@ -189,7 +196,7 @@ def test_batching_show(fake: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> 
         ["small", "auto", "4", "3", "56.0", "threshold", "10", "1,2,3"],
         ["large:", "large", "is", "down"],
         [],
-        ["small", ">", "large:", "settled"],
+        ["small", ">", "middle", ">", "large:", "settled"],
         ["token/s:", "measured", "150.0,", "predicted", "160.0,", "ideal", "200.0", "at", "4.0", "active", "requests"],
         [
             "small:",
@@ -206,6 +213,7 @@ def test_batching_show(fake: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> 
             "contention",
             "0.00",
         ],
+        "large: step 28.00 ms; goes on to small 1.000, large 0.000; contention 0.35".split(),
         ["hand-off", "0.25", "ms;", "waiting", "has", "reached", "97%", "of", "what", "was", "promised"],
     ]
 

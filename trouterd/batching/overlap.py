@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from trouterd.batching.network import Floats
-from trouterd.batching.report import Report, Step
+from trouterd.batching.report import STEPS, Report, Step
 
 Sample = tuple[int, float, float]
 """Requests of a step, its seconds, and the share of them during which other models of the GPU ran; above 1: several at once."""
@@ -27,6 +27,8 @@ class Overlaps:
         self._before: dict[str, list[Step]] = {}
         """Of the reports before the latest ones, which have been measured."""
         self._latest: dict[str, list[Step]] = {}
+        self._known = -float("inf")
+        """From then on all steps have been reported: where reports were late, a worker has kept its latest ones only."""
 
     def observe(self, reports: Mapping[str, Report]) -> dict[str, list[Sample]]:
         """Samples by model: what is known with these reports and was not before.
@@ -42,6 +44,8 @@ class Overlaps:
             self._before, self._latest = {}, {}
             return found
         new = {name: reports[name].steps for name in self._sharing}
+        if cut := [steps[0].begin for steps in new.values() if len(steps) >= STEPS]:
+            self._before, self._latest, self._known = {}, {}, max(cut)
         if self._latest:
             around = {name: self._before.get(name, []) + self._latest[name] + new[name] for name in self._sharing}
             found |= {name: self._measured(name, around) for name in self._sharing}
@@ -49,7 +53,7 @@ class Overlaps:
         return found
 
     def _measured(self, name: str, around: Mapping[str, Sequence[Step]]) -> list[Sample]:
-        steps = self._latest[name]
+        steps = [step for step in self._latest[name] if step.begin >= self._known]
         seconds = np.maximum([step.seconds for step in steps], 1e-9)
         others = [own for other, own in around.items() if other != name]
         return _samples(steps, sum((overlapped(steps, own) / seconds for own in others), np.zeros(len(steps))))

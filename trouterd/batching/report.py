@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+STEPS = 2048
+"""Of a report at most: the latest ones."""
+
 
 class Step(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A step of a model."""
@@ -37,7 +40,7 @@ class Report(msgspec.Struct, frozen=True):
     runs: dict[int, int]
     """Hand-offs by the steps that the request took here before."""
     steps: list[Step]
-    """The latest ones, in order."""
+    """The latest `STEPS`, in order."""
     waited: int = 0
     """Steps for which the model, idle, had waited for hand-offs."""
     waited_seconds: float = 0.0

@@ -6,13 +6,11 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import takewhile
 
-from trouterd.batching.report import Report, Step
+from trouterd.batching.report import STEPS, Report, Step
 from trouterd.worker.scheduler import Chunk
 from trouterd.worker.stats import Stats
 from trouterd.worker.stepper import Outcome
 
-STEPS = 2048
-"""Steps that are kept between two reports."""
 LATEST = 1 << 14
 """Steps that are kept for whoever measures: 10 s and more of a small model."""
 

@@ -163,7 +163,7 @@ class PipelinedStepper:
         return self._landed(flight, record)
 
     def nap(self, now: float) -> float:
-        """Most of what is left of a long step; nothing of one that is about to be skipped."""
+        """Most of what is left of a long step; nothing at first of one that is about to be skipped."""
         if not self._flights:
             return 0.0
         flight = self._flights[0]

@@ -94,7 +94,7 @@ template <int ROWS, int UNITS, bool NORM>
 struct Tile {
   using P = Cut<ROWS>;
   // Independent chains of sums, where there are too few units to hide a multiplication's latency.
-  static constexpr int CHAINS = UNITS <= 4 && P::GROUPS <= 2 ? 2 : 1;
+  static constexpr int CHAINS = UNITS <= 4 ? 2 : 1;
 
   // Halves of blocks whose activations are in flight together: what registers leave room for, twice, and not more than a chunk has.
   static constexpr int SUMS = CHAINS * UNITS * P::TALL * 4, ROOM = SUMS <= 64 ? 48 : SUMS < 96 ? 32 : 16;

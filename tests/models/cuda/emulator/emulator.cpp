@@ -42,7 +42,8 @@ void start() {
   memory += 1024 - reinterpret_cast<uintptr_t>(memory) % 1024;
   switch (launch.rows) {
     case 8: forward<8>(*launch.params, memory); break;
-    default: forward<16>(*launch.params, memory); break;
+    case 16: forward<16>(*launch.params, memory); break;
+    default: std::abort();
   }
   own.done = true;
   ++events;
