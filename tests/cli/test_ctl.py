@@ -213,7 +213,21 @@ def test_batching_show(fake: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> 
             "contention",
             "0.00",
         ],
-        "large: step 28.00 ms; goes on to small 1.000, large 0.000; contention 0.35".split(),
+        [
+            "large:",
+            "step",
+            "28.00",
+            "ms;",
+            "goes",
+            "on",
+            "to",
+            "small",
+            "1.000,",
+            "large",
+            "0.000;",
+            "contention",
+            "0.35",
+        ],
         ["hand-off", "0.25", "ms;", "waiting", "has", "reached", "97%", "of", "what", "was", "promised"],
     ]
 
