@@ -46,13 +46,13 @@ class Boxes:
         layers, outputs, inputs = stack.shape
         row = inputs * stack.itemsize
         own = outputs // UNIT
-        step = layer_units(stack, shares)
+        layer = layer_units(stack, shares)
         even, parity, unit = (
             (row, own * UNIT // 2 * row, UNIT // 2 * row) if shares.interleaved else (2 * row, row, UNIT * row)
         )
         return cls(
             address=stack.data_ptr(),
-            sizes=(BLOCK, UNIT // 2, 2, (layers - 1) * step + own, inputs // BLOCK),
+            sizes=(BLOCK, UNIT // 2, 2, (layers - 1) * layer + own, inputs // BLOCK),
             strides=(even, parity, unit, BLOCK * stack.itemsize),
             box=(BLOCK, UNIT // 2, 2, units, shares.step(units)),
         )

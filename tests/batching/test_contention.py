@@ -10,7 +10,7 @@ import pytest
 
 from tests.batching.daemon import NAMES, Daemon, group
 from tests.batching.plant import Plant, simulated
-from trouterd.batching.contention import assumed, told
+from trouterd.batching.contention import assumed, fit_contention
 from trouterd.batching.controller import Controller, Kept
 from trouterd.batching.estimate import Estimator, Learned
 from trouterd.batching.network import Network, StepTime
@@ -70,24 +70,24 @@ def uniform(least: float, factor: float, count: int = 1000) -> tuple[np.ndarray,
 
 @pytest.mark.parametrize("factor", [0.0, 0.35, 1.5, 3.0])
 def test_a_few_hundred_steps_of_all_overlaps_outweigh_what_is_assumed(factor: float) -> None:
-    found = told(*uniform(0.0, factor, 400), prior=SLOWER)
+    found = fit_contention(*uniform(0.0, factor, 400), prior=SLOWER)
     assert found.factor == pytest.approx(factor, rel=0.12, abs=0.03)
     assert found.told > 0.9
 
 
 def test_overlaps_that_hardly_differ_leave_what_is_assumed() -> None:
     batch, seconds, overlap = uniform(0.8, 0.0)
-    found = told(batch, seconds, overlap, prior=FASTER)
+    found = fit_contention(batch, seconds, overlap, prior=FASTER)
     assert found.factor == pytest.approx(FASTER, rel=0.1)
     assert found.told < 0.05
-    same = told(batch, seconds, np.ones_like(overlap), prior=FASTER)
+    same = fit_contention(batch, seconds, np.ones_like(overlap), prior=FASTER)
     assert (same.factor, same.told) == (FASTER, 0.0)
 
 
 def test_overlaps_that_go_by_the_batch_leave_what_is_assumed() -> None:
     """The time alone of a batch that always runs beside others is not known."""
     batch, seconds, _ = uniform(0.0, 0.0)
-    assert told(batch, seconds, np.interp(batch, [8, 16], [0, 1]), prior=FASTER).told < 0.05
+    assert fit_contention(batch, seconds, np.interp(batch, [8, 16], [0, 1]), prior=FASTER).told < 0.05
 
 
 def test_what_is_assumed_of_a_pair_is_what_plans_assume() -> None:

@@ -43,7 +43,7 @@ def assumed(count: int, slowest: int) -> tuple[float, ...]:
     return beside_each_other(count, slowest) if count == 2 else (_TIME_SLICES,) * count
 
 
-def told(batch: Floats, seconds: Floats, overlap: Floats, prior: float) -> Contention:
+def fit_contention(batch: Floats, seconds: Floats, overlap: Floats, prior: float) -> Contention:
     """The factor with which what steps would have taken alone has nothing to do with how much they overlapped, batches of a size.
 
     Seconds of overlap are no measure of it, nor their least squares: a step that lasts longer for any reason overlaps for longer.

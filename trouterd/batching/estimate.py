@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from trouterd.batching.contention import alone, assumed, told
+from trouterd.batching.contention import alone, assumed, fit_contention
 from trouterd.batching.groups import Group
 from trouterd.batching.network import Floats, Matrix, Network, NetworkError, StepTime
 from trouterd.batching.overlap import Overlaps, Sample
@@ -70,7 +70,7 @@ class Learned(msgspec.Struct):
     """(batch, seconds) without contention."""
     contention: Annotated[float, Meta(ge=0, le=1e3)] | None = None
     told: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Part that steps had in that, the rest being assumed; 0: nothing but that, whatever a file says of contention."""
+    """Part of that which steps have told, the rest being assumed; 0, as in files without it: the assumption replaces it."""
     waited: NotNegative = 0.0
     waited_seconds: NotNegative = 0.0
     handed: NotNegative = 0.0
@@ -199,7 +199,7 @@ class Estimator:
             return
         batch, seconds, overlap = (np.array(column, dtype=np.float64) for column in zip(*samples, strict=True))
         if name in self._sharing:
-            found = told(batch, seconds, overlap, prior)
+            found = fit_contention(batch, seconds, overlap, prior)
             # Models that wait for each other hardly overlap: what was told before they did is better known.
             if found.told >= min(learned.told, _SURE):
                 factor, learned.told = found.factor, found.told
