@@ -112,6 +112,20 @@ def test_waiting_request_is_not_overtaken_by_warm_visitors() -> None:
     pytest.fail("the waiting request was overtaken for ever")
 
 
+def test_visitor_with_a_fed_prompt_leaves_nothing_to_do_behind() -> None:
+    """Or its worker would ask for a turn that it does not use, and nothing of the others could be queued ahead meanwhile."""
+    scheduler = Scheduler(KvCache(8, PAGE_SIZE, 16, CONTEXT, prefix_cache=False), 64)
+    visitor = request(1, [1] * 6, "visitor")
+    visitor.warm = True
+    scheduler.pend(visitor)
+    assert scheduler.wanted
+    commit(scheduler, scheduler.plan())
+    scheduler.add(visitor)
+    run_until_written(scheduler, visitor, 1)
+    scheduler.pend(visitor)
+    assert not scheduler.wanted
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests come, go away, return with news, and end; every plan keeps the pool's and the queue's promises."""
 

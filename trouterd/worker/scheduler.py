@@ -120,7 +120,8 @@ class Scheduler:
         self.rewind(request, len(request.tokens))
         if not request.is_entry:
             self.away[request.rid] = request
-            if request.warm:
+            # Otherwise it would seem that there is something to feed, and be waited for a turn that is not used.
+            if request.warm and request.fed < request.prompt_length - 1:
                 self._cold[request.rid] = request
 
     def remove(self, request: Request) -> None:

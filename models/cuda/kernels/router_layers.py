@@ -15,8 +15,8 @@ from models.cuda.kernels.overlap import launch_options
 
 _SLICES = tl.constexpr(8)
 _WARPS = 8
-_FEW_ROWS, _ROWS = 8, 16
-"""Rows that are multiplied at a time."""
+_FEW_ROWS, _MOST_ROWS = 8, 16
+"""Rows that a program has room for: all that there are."""
 _NARROW_OUTPUTS, _WIDE_OUTPUTS = 8, 32
 """Outputs of a program: as many as fill about 128 programs."""
 _PIECE = 512
@@ -67,23 +67,22 @@ def _combine(
     own = weight + (first + tl.arange(0, OUTPUTS)[None, None, :]) * pitch
     last = tl.load(own + HIDDEN + EMBEDDING + _columns(TOP))
     b = tl.load(bias + output).to(tl.float32)
-    for start in range(0, rows, ROWS):
-        row = start + tl.arange(0, ROWS)[None, :, None]
-        live = row < rows
-        product = tl.zeros([_SLICES, ROWS, OUTPUTS], dtype=tl.float32)
-        for place in range(0, HIDDEN, PIECE):
-            x = tl.load(hidden + row * hidden_pitch + place + _slices(PIECE), mask=live, other=0.0)
-            product = tl.dot(x.to(last.dtype), tl.load(own + place + _columns(PIECE)), product)
-        known = embedding + tl.load(tokens + row * token_pitch, mask=live, other=0).to(tl.int64) * EMBEDDING
-        for place in range(0, EMBEDDING, PIECE):
-            x = tl.load(known + place + _slices(PIECE), mask=live, other=0.0)
-            product = tl.dot(x.to(last.dtype), tl.load(own + HIDDEN + place + _columns(PIECE)), product)
-        if OVERLAP:
-            tl.extra.cuda.gdc_wait()
-        x = tl.load(top + row * TOP + _slices(TOP), mask=live, other=0.0)
-        product = tl.sum(tl.dot(x.to(last.dtype), last, product), axis=0)
-        row = start + tl.arange(0, ROWS)[:, None]
-        tl.store(out + row * width + output, (product + b).to(last.dtype), mask=row < rows)
+    row = tl.arange(0, ROWS)[None, :, None]
+    live = row < rows
+    product = tl.zeros([_SLICES, ROWS, OUTPUTS], dtype=tl.float32)
+    for place in range(0, HIDDEN, PIECE):
+        x = tl.load(hidden + row * hidden_pitch + place + _slices(PIECE), mask=live, other=0.0)
+        product = tl.dot(x.to(last.dtype), tl.load(own + place + _columns(PIECE)), product)
+    known = embedding + tl.load(tokens + row * token_pitch, mask=live, other=0).to(tl.int64) * EMBEDDING
+    for place in range(0, EMBEDDING, PIECE):
+        x = tl.load(known + place + _slices(PIECE), mask=live, other=0.0)
+        product = tl.dot(x.to(last.dtype), tl.load(own + HIDDEN + place + _columns(PIECE)), product)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(top + row * TOP + _slices(TOP), mask=live, other=0.0)
+    product = tl.sum(tl.dot(x.to(last.dtype), last, product), axis=0)
+    row = tl.arange(0, ROWS)[:, None]
+    tl.store(out + row * width + output, (product + b).to(last.dtype), mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -112,17 +111,16 @@ def _norm_widen(
     shift = tl.load(norm + WIDTH + _slices(WIDTH)).to(tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    for start in range(0, rows, ROWS):
-        row = start + tl.arange(0, ROWS)[None, :, None]
-        off = tl.load(x + row * WIDTH + _slices(WIDTH), mask=row < rows, other=0.0).to(tl.float32)
-        off -= tl.sum(tl.sum(off, axis=2), axis=0)[None, :, None] / WIDTH
-        variance = tl.sum(tl.sum(off * off, axis=2), axis=0)[None, :, None] / WIDTH
-        normed = off * tl.rsqrt(variance + eps) * factor + shift
-        product = tl.sum(tl.dot(normed.to(w.dtype), w), axis=0)
-        y = (product + b).to(w.dtype).to(tl.float32)
-        y = 0.5 * y * (1.0 + tl.erf(y * 0.7071067811865476))
-        row = start + tl.arange(0, ROWS)[:, None]
-        tl.store(out + row * wide + output, y.to(w.dtype), mask=row < rows)
+    row = tl.arange(0, ROWS)[None, :, None]
+    off = tl.load(x + row * WIDTH + _slices(WIDTH), mask=row < rows, other=0.0).to(tl.float32)
+    off -= tl.sum(tl.sum(off, axis=2), axis=0)[None, :, None] / WIDTH
+    variance = tl.sum(tl.sum(off * off, axis=2), axis=0)[None, :, None] / WIDTH
+    normed = off * tl.rsqrt(variance + eps) * factor + shift
+    product = tl.sum(tl.dot(normed.to(w.dtype), w), axis=0)
+    y = (product + b).to(w.dtype).to(tl.float32)
+    y = 0.5 * y * (1.0 + tl.erf(y * 0.7071067811865476))
+    row = tl.arange(0, ROWS)[:, None]
+    tl.store(out + row * wide + output, y.to(w.dtype), mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -147,15 +145,14 @@ def _narrow_add(
     b = tl.load(bias + output).to(tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    for start in range(0, rows, ROWS):
-        row = start + tl.arange(0, ROWS)[:, None]
-        place = x + row * width + output
-        kept = tl.load(place, mask=row < rows, other=0.0).to(tl.float32)
-        row = start + tl.arange(0, ROWS)[None, :, None]
-        part = tl.load(y + row * WIDE + _slices(WIDE), mask=row < rows, other=0.0)
-        added = (tl.sum(tl.dot(part, w), axis=0) + b).to(w.dtype).to(tl.float32)
-        row = start + tl.arange(0, ROWS)[:, None]
-        tl.store(place, (kept + added).to(w.dtype), mask=row < rows)
+    row = tl.arange(0, ROWS)[:, None]
+    place = x + row * width + output
+    kept = tl.load(place, mask=row < rows, other=0.0).to(tl.float32)
+    row = tl.arange(0, ROWS)[None, :, None]
+    part = tl.load(y + row * WIDE + _slices(WIDE), mask=row < rows, other=0.0)
+    added = (tl.sum(tl.dot(part, w), axis=0) + b).to(w.dtype).to(tl.float32)
+    row = tl.arange(0, ROWS)[:, None]
+    tl.store(place, (kept + added).to(w.dtype), mask=row < rows)
 
 
 @triton.jit
@@ -193,7 +190,7 @@ def _judge(
 
 
 def _row_block(rows: int) -> int:
-    return _FEW_ROWS if rows <= _FEW_ROWS else _ROWS
+    return _FEW_ROWS if rows <= _FEW_ROWS else _MOST_ROWS
 
 
 def combine(
