@@ -87,6 +87,7 @@ class Cluster:
         prefix_cache: bool = True,
         num_pages: int | None = None,
         defer: Mapping[str, torch.Tensor] | None = None,
+        watches: bool = False,
     ) -> None:
         self.config = Config(models={name: Model(path=name) for name in runners}, routes=routes)
         self.names = list(runners)
@@ -103,6 +104,7 @@ class Cluster:
         self._max_batch_tokens = max_batch_tokens
         self._defer = defer or {}
         """Deferral rows, by model."""
+        self._watches = watches
         self._cache = (max_slots, prefix_cache, num_pages)
         self.workers: dict[str, Worker] = {}
         for name, runner in runners.items():
@@ -118,7 +120,7 @@ class Cluster:
         kv = KvCache(pages, runner.page_size, max_slots, runner.context_length, prefix_cache)
         compiled = build_routes(self.config, name, facts, dict.fromkeys(self.names, self._eos_ids))
         index = self.names.index(name)
-        worker = self.workers[name] = Worker(index, compiled, runner, kv, self._max_batch_tokens)
+        worker = self.workers[name] = Worker(index, compiled, runner, kv, self._max_batch_tokens, watches=self._watches)
         worker.outbound.connect(self._sender(index))
         return worker
 

@@ -99,6 +99,14 @@ class Rings(Section, frozen=True):
             description="Microseconds that a process spins on a ring that it has emptied before it sleeps on it.",
         ),
     ] = 0
+    watch: Annotated[
+        Literal["auto", "on", "off"],
+        Meta(
+            description="A worker that waits for hand-offs, or for its turn, stays awake and looks for them, up to 0.1 s after the"
+            " last one: they are seen some 0.1 ms sooner, by a core that has not slept and is occupied meanwhile. 'auto': where"
+            " there are four cores for each process of the daemon."
+        ),
+    ] = "auto"
     checksum: Annotated[bool, Meta(description="Checksum every record (finds wild writes; costs time).")] = False
 
 

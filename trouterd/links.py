@@ -93,10 +93,11 @@ class Links:
             return False
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """What is sent inside leaves at the end, so that no receiver starts on the first of several messages."""
+    def together(self, most: int = 0) -> Iterator[None]:
+        """What is sent inside leaves at the end, so that no receiver starts on the first of several messages; or, where so many are
+        gathered, at once."""
         for outbound in self._out.values():
-            outbound.outbox.gather()
+            outbound.outbox.gather(most)
         try:
             yield
         finally:

@@ -178,6 +178,19 @@ def test_gathered_messages_of_a_kind_are_published_by_one_store(ring: Ring, push
     assert [kind for kind, _ in ring.read_all()] == [1, 1, 1, 2, 1]
 
 
+def test_so_many_messages_leave_before_the_others(ring: Ring, pushed: list[tuple[int, int]]) -> None:
+    outbox = Outbox(ring.producer)
+    outbox.gather(2)
+    assert all(outbox.send(bytes([number]), 1) for number in range(5))
+    assert pushed == [(1, 2), (1, 2)]
+    outbox.release()
+    assert pushed == [(1, 2), (1, 2), (1, 1)]
+    assert [body for _, body in ring.read_all()] == [bytes([number]) for number in range(5)]
+    outbox.gather()
+    assert all(outbox.send(b"x", 1) for _ in range(5))
+    assert outbox.depth == (5, 5)
+
+
 def test_gathering_takes_no_more_than_the_spill_and_then_sends(ring: Ring) -> None:
     outbox = Outbox(ring.producer, spill_records=2)
     outbox.gather()

@@ -86,6 +86,15 @@ def holding(folder: Path) -> subprocess.Popen[bytes]:
     return holder
 
 
+async def queue_is_taken(folder: Path) -> bool:
+    """Whether some process is next, as another one sees it."""
+    code = f"import fcntl; fcntl.lockf(open({str(folder / 'lock')!r}, 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1)"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stderr=PIPE)
+    _, error = await process.communicate()
+    assert not error or b"BlockingIOError" in error, error
+    return bool(error)
+
+
 @pytest.mark.usefixtures("file")
 def test_one_at_a_time_and_in_turn(tmp_path: Path) -> None:
     workers = [start(tmp_path, name, 15, 2) for name in "ab"]
@@ -133,17 +142,58 @@ def test_a_turn_that_is_not_wanted_any_more_is_given_back(tmp_path: Path, file: 
     assert start(tmp_path, "b", 1, 1).wait() == 0
 
 
+async def test_a_turn_that_is_looked_for(tmp_path: Path, file: int) -> None:
+    """Nobody is told of it, and whoever has one knows that it is wanted."""
+    holder = holding(tmp_path)
+    turn = Turn(file, lambda: pytest.fail("it is looked for"))
+    assert not turn.take(look=True)
+    assert not turn.come()
+    assert await queue_is_taken(tmp_path)
+    let_go(tmp_path)
+    while not turn.come():
+        await asyncio.sleep(0)
+    assert turn.take(look=True)
+    assert turn.used
+    assert holder.wait() == 0
+    assert not await queue_is_taken(tmp_path)
+    turn.give_back()
+    assert not turn.come(), "it is not looked for"
+
+
+async def test_a_turn_that_is_not_looked_for_any_more(tmp_path: Path, file: int) -> None:
+    holder = holding(tmp_path)
+    turn = Turn(file, lambda: pytest.fail("it is looked for"))
+    assert not turn.take(look=True)
+    turn.leave()
+    assert not await queue_is_taken(tmp_path)
+    let_go(tmp_path)
+    assert holder.wait() == 0
+    assert not turn.come()
+    assert not turn.held
+
+
+async def test_who_rests_is_told(tmp_path: Path, file: int) -> None:
+    holder, told = holding(tmp_path), asyncio.Event()
+    turn = Turn(file, told.set)
+    assert not turn.take(look=True)
+    turn.rest()
+    let_go(tmp_path)
+    async with asyncio.timeout(30):
+        await told.wait()
+    assert turn.held
+    assert holder.wait() == 0
+    turn.rest()
+    assert turn.take(), "there was nothing to wait for"
+
+
 async def test_its_own_wait_is_kept_by_who_asks_whether_others_wait(tmp_path: Path, file: int) -> None:
     """Steps that were launched side by side are in flight yet when models begin to take turns."""
     holder = holding(tmp_path)
     turn = Turn(file, lambda: None)
     assert not turn.take()
     assert turn.wanted()
-    other = os.open(tmp_path / "lock", os.O_RDWR)
-    code = f"import fcntl; fcntl.lockf({other}, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1)"
     try:
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, pass_fds=[other], stderr=PIPE)
-        assert b"BlockingIOError" in (await process.communicate())[1], "the queue is this process's"
+        assert await queue_is_taken(tmp_path)
     finally:
         holder.kill()
         holder.wait()
@@ -195,16 +245,20 @@ class SharedTurn:
     def wanted(self) -> bool:
         return self.others
 
-    def take(self) -> bool:
+    def take(self, *, look: bool = False) -> bool:
+        assert not look, "these workers sleep"
         if not self.held:
-            asyncio.get_running_loop().call_soon(self.come)
+            asyncio.get_running_loop().call_soon(self.grant)
         self.used = self.held
         return self.held
 
-    def come(self) -> None:
+    def grant(self) -> None:
         self.held = True
         self.taken += 1
         self.granted()
+
+    def leave(self) -> None:
+        """Nobody looks."""
 
     def give_back(self) -> None:
         self.held = self.used = False
@@ -217,7 +271,8 @@ class SlowTurn(SharedTurn):
         super().__init__(file, granted)
         self.begun: list[float] = []
 
-    def take(self) -> bool:
+    def take(self, *, look: bool = False) -> bool:
+        del look
         time.sleep(0.002)
         self.held = self.used = True
         self.begun.append(time.monotonic())
@@ -295,7 +350,8 @@ class LoggedTurn(SharedTurn):
         self.others = False
         self.on_end: Callable[[], None] = lambda: None
 
-    def take(self) -> bool:
+    def take(self, *, look: bool = False) -> bool:
+        del look
         self.held = self.used = True
         return True
 
@@ -423,7 +479,7 @@ async def test_a_turn_ends_where_models_run_side_by_side(monkeypatch: pytest.Mon
         await answer.until(20)
         assert not made[0].held
         assert not answer.finish
-        made[0].come()
+        made[0].grant()
         await answer.until(30)
         assert not made[0].held, "one that comes late"
         await cluster.settled()

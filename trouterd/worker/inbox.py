@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from trouterd.worker.events import Event
 from trouterd.worker.stepper import NEVER
@@ -42,6 +42,15 @@ class Inbox:
             await self._woken.wait()
         elif not self._woken.is_set():
             await self.sleep(max(until - time.monotonic(), 0.0))
+
+    async def watch(self, until: float, look: Callable[[], bool]) -> bool:
+        """Stay awake until something has arrived since the last look, or `look` finds something, at most until that
+        time.monotonic(); whether one of both has happened. The loop's other callbacks run meanwhile."""
+        while not self._woken.is_set() and not look():
+            if time.monotonic() >= until:
+                return False
+            await asyncio.sleep(0)
+        return True
 
     async def sleep(self, seconds: float) -> None:
         """Sleep, but not through an arrival."""

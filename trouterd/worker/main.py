@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +55,8 @@ BYTES_PER_TOKEN = 5
 MESSAGE_OVERHEAD = 4096
 """Most bytes of a message that are no tokens."""
 LAG_INTERVAL = 0.1
+WATCH_CORES = 4
+"""Cores for each process of the daemon, from which on workers that wait stay awake unless told."""
 """Seconds between two looks at how late the event loop is."""
 
 
@@ -273,6 +276,7 @@ async def _run(control: Control, ranks: Ranks | None) -> int:
             config.models[name].max_batch_tokens,
             partial(device_answers, device),
             partial(use_device, device),
+            _watches(config),
         )
         if isinstance(loaded.engine, GpuEngine):
             async with _turn(control):
@@ -296,6 +300,13 @@ async def _turn(control: Control) -> AsyncIterator[None]:
         return
     async with whole_turn(control.boot.turn_fd, control.waits):
         yield
+
+
+def _watches(config: Config) -> bool:
+    """Whether there is a core for a worker that waits."""
+    if config.rings.watch == "auto":
+        return len(os.sched_getaffinity(0)) >= WATCH_CORES * (1 + len(config.models))
+    return config.rings.watch == "on"
 
 
 async def _open(control: Control, loaded: Loaded, routes: Mapping[str, WorkerRoute]) -> Engine:

@@ -13,6 +13,7 @@ API = -1
 
 Send = Callable[[int, Message], bool]
 """Puts one message on the ring to a process; False when ring and spill are full."""
+Together = Callable[[int], AbstractContextManager[None]]
 
 
 class Outbound:
@@ -23,13 +24,14 @@ class Outbound:
         self._unsent: dict[int, deque[Message]] = {}
         self._down: set[int] = set()
         self._stalled: set[int] = set()
-        self.together: Callable[[], AbstractContextManager[None]] = nullcontext
-        """A block whose messages leave together, at its end: hand-offs of one step can then be one batch of their receiver."""
+        self.together: Together = _one_by_one
+        """A block whose messages leave together, so many at a time or, with 0, all of them at its end: hand-offs of one step can
+        then be one batch of their receiver."""
 
-    def connect(self, send: Send, together: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    def connect(self, send: Send, together: Together | None = None) -> None:
         """Messages leave through `send` from now on."""
         self._send = send
-        self.together = together
+        self.together = together or _one_by_one
 
     def available(self, target: int) -> bool:
         """The process is up and answers: requests may be handed to it."""
@@ -73,6 +75,11 @@ class Outbound:
             self._unsent.pop(target, None)
         elif state == "stalled":
             self._stalled.add(target)
+
+
+def _one_by_one(most: int) -> AbstractContextManager[None]:
+    del most
+    return nullcontext()
 
 
 def _unconnected(target: int, message: Message) -> bool:

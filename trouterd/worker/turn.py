@@ -40,6 +40,11 @@ class Turn:
         self._waits: queue.SimpleQueue[bool] = queue.SimpleQueue()
         """Waits to be made, each with whether the queue is held already."""
         self._waiting = False
+        """In the thread."""
+        self._looking = False
+        """By whoever asks `come`."""
+        self._queued = False
+        """While it looks: it is next."""
         self._fault: TurnError | None = None
         """Why the turn that is waited for cannot come."""
         self.held = False
@@ -48,8 +53,11 @@ class Turn:
         # No part of an executor, whose end would wait for it.
         threading.Thread(target=self._wait, name="turn", daemon=True).start()
 
-    def take(self) -> bool:
+    def take(self, *, look: bool = False) -> bool:
         """Whether it is this worker's turn, to be used; if not, it waits for it from now on.
+
+        Args:
+            look: the caller will ask `come` until it has come, or `rest` or `leave`, rather than being told.
 
         Raises:
             TurnError: the file cannot be locked.
@@ -57,15 +65,32 @@ class Turn:
         if self._fault is not None:
             raise self._fault
         if not self.held and not self._waiting:
-            queued = self._lock(_QUEUE)
-            if queued and self._lock(_TURN):
-                self._unlock(_QUEUE)
-                self.held = True
-            else:
-                self._waiting = True
-                self._waits.put(queued)
+            self._looking = True
+            if not (self.come() or look):
+                self.rest()
         self.used = self.held
         return self.held
+
+    def come(self) -> bool:
+        """Whether a turn that is looked for has come. Raises TurnError."""
+        if not self._looking:
+            return False
+        self._queued = self._queued or self._lock(_QUEUE)
+        if self._queued and self._lock(_TURN):
+            self._stop_looking()
+            self.held = True
+        return self.held
+
+    def rest(self) -> None:
+        """Be told, instead of looking."""
+        if self._looking:
+            self._waits.put(self._queued)
+            self._looking, self._queued, self._waiting = False, False, True
+
+    def leave(self) -> None:
+        """A turn that is looked for is not needed any more. Raises TurnError."""
+        if self._looking:
+            self._stop_looking()
 
     def wanted(self) -> bool:
         """Whether it is not this worker's turn, or another one waits for it. Raises TurnError."""
@@ -91,6 +116,11 @@ class Turn:
                 fault = error
             with suppress(RuntimeError):  # the loop has ended, and the process is about to
                 self._loop.call_soon_threadsafe(self._has_come, fault)
+
+    def _stop_looking(self) -> None:
+        if self._queued:
+            self._unlock(_QUEUE)
+        self._looking = self._queued = False
 
     def _has_come(self, fault: TurnError | None) -> None:
         self.held, self._waiting, self._fault = fault is None, False, fault
@@ -161,6 +191,8 @@ class Turns:
     def __init__(self, granted: Callable[[], None]) -> None:
         self._granted = granted
         self._turn: Turn | None = None
+        self._refused = False
+        """The worker has been told that it is not its turn since it last said what runs."""
         self.taken = False
         """Steps are launched while no other worker's run."""
 
@@ -174,9 +206,19 @@ class Turns:
             self._turn = Turn(file, self._granted)
         self.taken = file is not None
 
-    def take(self) -> bool:
+    def take(self, *, look: bool) -> bool:
         """Whether it is this worker's turn, to be used; see `Turn.take`."""
-        return self._turn is not None and self._turn.take()
+        self._refused = self._turn is not None and not self._turn.take(look=look)
+        return self._turn is not None and self._turn.held
+
+    def come(self) -> bool:
+        """Whether a turn that is looked for has come."""
+        return self._turn is not None and self._turn.come()
+
+    def rest(self) -> None:
+        """Be told of one, instead of looking."""
+        if self._turn is not None:
+            self._turn.rest()
 
     def wanted(self) -> bool:
         """Whether no further step may be queued behind those in flight: another worker waits, or has the turn."""
@@ -185,10 +227,15 @@ class Turns:
     def end(self, running: int) -> None:
         """So many steps run of those that are in flight: a turn that was used is over when none does, one that is not needed any
         more at once, since of models that launch freely there may always be one."""
+        self._refused = False
         if not self.taken or (self._turn is not None and self._turn.used and not running):
             self.give_back()
 
     def give_back(self) -> None:
-        """Let others launch, if it is this worker's turn."""
-        if self._turn is not None and self._turn.held:
+        """Let others launch, if it is this worker's turn, or one is looked for that is not needed any more."""
+        if self._turn is None:
+            return
+        if self._turn.held:
             self._turn.give_back()
+        elif not self._refused:
+            self._turn.leave()

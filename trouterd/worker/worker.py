@@ -36,6 +36,12 @@ from trouterd.worker.turn import PATIENCE, Turns
 
 log = logging.getLogger(__name__)
 
+WATCH = 0.1
+"""Seconds since the last step, or since something arrived, after which a loop that watches sleeps all the same."""
+TOGETHER = 16
+"""Hand-offs that leave together where the receiver waits for the sender's turn to end, not for them: it takes them in while the
+others are made."""
+
 
 class DeviceLostError(RuntimeError):
     """The model's device answers no more calls: only a new process can use it again, so this one has to end."""
@@ -52,6 +58,8 @@ class Worker:
         max_batch_tokens: token rows of one step.
         device_answers: asked after a failed step; False ends the decode loop.
         on_thread: called first in the thread that runs steps.
+        watches: stay awake while a request is with another model, or another model has the turn: what comes is seen at once, and by
+            a processor that has not slept. Takes a core.
     """
 
     def __init__(
@@ -63,6 +71,7 @@ class Worker:
         max_batch_tokens: int,
         device_answers: Callable[[], bool] = lambda: True,
         on_thread: Callable[[], None] = lambda: None,
+        watches: bool = False,
     ) -> None:
         self.index = index
         self.routes = routes
@@ -99,6 +108,8 @@ class Worker:
         self.recorder: Recorder | None = None
         """While somebody traces this worker."""
         self._device_answers = device_answers
+        self._watches = watches
+        self._awake_until = 0.0
         self._inbox = Inbox()
         self.turns = Turns(self._inbox.wake)
         self._closing = False
@@ -148,6 +159,8 @@ class Worker:
         while not self._closing:
             if self.recorder is not None:
                 self.recorder.turn()
+            if self._inbox:
+                self._awake_until = time.monotonic() + WATCH
             for event in self._inbox.take():
                 self.events.apply(event)
             again = await self._launch_steps()
@@ -159,7 +172,7 @@ class Worker:
             if busy:
                 await self._collect(again)
             else:
-                # It came and is not needed any more, or its step failed.
+                # It came, or was looked for, and is not needed any more, or its step failed.
                 self.turns.give_back()
             # A visitor that is held back by delayed batching, or by whose turn it is, is not blocked.
             if not busy and (held or not self._refuse_blocked()) and not self._inbox:
@@ -185,7 +198,7 @@ class Worker:
                 if not self.scheduler.wanted or (self.stepper.running and self.turns.wanted()):
                     return NEVER
                 # Before the plan: requests of one that is not launched would have to stand back in the next.
-                if not self.turns.take():
+                if not self.turns.take(look=self._watches):
                     return now + PATIENCE
                 # The one before may have ended since: a step does not begin before its turn.
                 now = time.monotonic()
@@ -245,9 +258,10 @@ class Worker:
         if self.recorder is not None:
             self.recorder.outcome(outcome, self.stepper.in_flight)
         now = time.monotonic()
+        self._awake_until = now + WATCH
         self.observer.note(outcome, self._begun, now, followed=self.stepper.in_flight > 0)
         # A hand-off that is alone has no others to wait for.
-        with self.outbound.together() if len(outcome.alive) > 1 else nullcontext():
+        with self.outbound.together(self._parts) if len(outcome.alive) > 1 else nullcontext():
             self.outcomes.commit(outcome, now)
         running = self.stepper.running
         if self.turns.taken and not running:
@@ -255,6 +269,11 @@ class Worker:
             self.observer.ready(time.monotonic())
         # At once: whoever has been handed a request is about to ask for its turn.
         self.turns.end(running)
+
+    @property
+    def _parts(self) -> int:
+        """Messages of a step that leave at a time; 0: all. Nobody starts on the first of several before this turn ends."""
+        return TOGETHER if self.turns.taken else 0
 
     def _poll(self) -> Outcome | None:
         try:
@@ -266,6 +285,11 @@ class Worker:
         """Sleep until something arrives, at most until then; look again soon while something waits for room in a ring."""
         if self.stream or self.outbound.unsent or self.active.untold:
             until = min(until, time.monotonic() + 0.01)
+        if self._watches and self.requests:
+            awake = min(until, self._awake_until)
+            if await self._inbox.watch(awake, self.turns.come) or awake == until:
+                return
+            self.turns.rest()
         await self._inbox.wait(until)
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
