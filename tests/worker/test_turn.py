@@ -294,6 +294,23 @@ async def test_no_step_begins_before_its_turn(monkeypatch: pytest.MonkeyPatch) -
     assert all(step.begin >= begun for step, begun in zip(steps, made[0].begun, strict=True))
 
 
+async def test_what_was_sent_in_the_turn_before_is_in_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although nobody has read it from the ring when that turn ends."""
+    made: list[LoggedTurn] = []
+    monkeypatch.setattr("trouterd.worker.turn.Turn", lambda *args: made.append(LoggedTurn(*args)) or made[0])
+    device = FakeResident(ScriptRunner([1], vocab_size=4, cycle=True))
+    cluster = Cluster({"m": device}, {"demo": Route(models=["m"])})
+    cluster.workers["m"].turns.configure(0)
+    made[0].on_begin = lambda: asyncio.get_running_loop().call_soon(cluster.submit, "demo", [1])
+    cluster.submit("demo", [1])
+    async with cluster.running(), asyncio.timeout(30):
+        while not device.launched:
+            await asyncio.sleep(0)
+        made[0].on_begin = lambda: None
+        assert len(device.launched[0]) == 2
+        await cluster.settled()
+
+
 async def test_waiting_for_the_turn_costs_nobody_his_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step takes one row of two requests: they write in turns, although every step waits for its turn first."""
     monkeypatch.setattr("trouterd.worker.turn.Turn", SharedTurn)
@@ -348,10 +365,13 @@ class LoggedTurn(SharedTurn):
     def __init__(self, file: int, granted: Callable[[], None]) -> None:
         super().__init__(file, granted)
         self.others = False
+        self.on_begin: Callable[[], object] = lambda: None
         self.on_end: Callable[[], None] = lambda: None
 
     def take(self, *, look: bool = False) -> bool:
         del look
+        if not self.held:
+            self.on_begin()
         self.held = self.used = True
         return True
 

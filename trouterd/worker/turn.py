@@ -209,6 +209,11 @@ class Turns:
     def take(self, *, look: bool) -> bool:
         """Whether it is this worker's turn, to be used; see `Turn.take`."""
         self._refused = self._turn is not None and not self._turn.take(look=look)
+        return self.held
+
+    @property
+    def held(self) -> bool:
+        """It is this worker's turn."""
         return self._turn is not None and self._turn.held
 
     def come(self) -> bool:

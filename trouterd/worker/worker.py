@@ -159,10 +159,7 @@ class Worker:
         while not self._closing:
             if self.recorder is not None:
                 self.recorder.turn()
-            if self._inbox:
-                self._awake_until = time.monotonic() + WATCH
-            for event in self._inbox.take():
-                self.events.apply(event)
+            self._take_in()
             again = await self._launch_steps()
             busy, held = self.stepper.in_flight > 0, again < NEVER
             if self.recorder is not None:
@@ -198,8 +195,13 @@ class Worker:
                 if not self.scheduler.wanted or (self.stepper.running and self.turns.wanted()):
                     return NEVER
                 # Before the plan: requests of one that is not launched would have to stand back in the next.
+                held = self.turns.held
                 if not self.turns.take(look=self._watches):
                     return now + PATIENCE
+                if not held:
+                    # What was sent in the turn before has come; ring readers have to run for that.
+                    await asyncio.sleep(0)
+                    self._take_in()
                 # The one before may have ended since: a step does not begin before its turn.
                 now = time.monotonic()
             chunks = self.scheduler.plan()
@@ -207,6 +209,13 @@ class Worker:
                 return NEVER
             await self._launch(chunks, now)
             now = time.monotonic()
+
+    def _take_in(self) -> None:
+        """Apply what has arrived."""
+        if self._inbox:
+            self._awake_until = time.monotonic() + WATCH
+        for event in self._inbox.take():
+            self.events.apply(event)
 
     async def _launch(self, chunks: list[Chunk], now: float) -> None:
         if self.recorder is not None:
