@@ -133,9 +133,9 @@ class Side:
         self._seen = time.thread_time()
 
     @contextmanager
-    def _together(self, links: Links) -> Iterator[None]:
+    def _together(self, links: Links, most: int) -> Iterator[None]:
         self._gathering = True
-        with links.together():
+        with links.together(most):
             yield
         self._gathering = False
         self._handed_over()

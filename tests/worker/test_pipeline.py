@@ -362,7 +362,8 @@ async def test_hand_offs_of_one_step_leave_together_and_a_lone_one_at_once(reque
     """Hand-offs by block of messages that leave together, where there are any."""
 
     @contextmanager
-    def together() -> Iterator[None]:
+    def together(most: int) -> Iterator[None]:
+        assert most == 0, "models do not take turns"
         begun = len(cluster.trace)
         yield
         if count := len([m for m in cluster.trace[begun:] if m.source == 0]):
