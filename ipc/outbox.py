@@ -29,7 +29,7 @@ class Outbox:
         self._spill: deque[tuple[bytes, int]] = deque()
         self._bytes = 0
         self._gathering = False
-        self._most_gathered = 0
+        self._most_gathered = self._gathered = 0
         self._max_records = spill_records
         self._max_bytes = spill_bytes
         self._max_message = producer.segment.spec.max_message
@@ -46,7 +46,9 @@ class Outbox:
             self.producer.try_push(payload, kind)
         if self._gathering and not self._full(payload):
             self._keep(payload, kind)
-            if len(self._spill) == self._most_gathered:
+            self._gathered += 1
+            if self._gathered == self._most_gathered:
+                self._gathered = 0
                 self.flush()
             return True
         may_push = not self._spill or self._push_spilled()
@@ -64,7 +66,7 @@ class Outbox:
     def gather(self, most: int = 0) -> None:
         """From now on keep messages in the spill, until `release`, or until there are `most` of them, which leave then: a sleeping
         consumer finds them all when it wakes. 0: no number is enough. Gauges do not show them meanwhile."""
-        self._gathering, self._most_gathered = True, most
+        self._gathering, self._most_gathered, self._gathered = True, most, 0
 
     def release(self) -> None:
         """Send what was gathered, at once."""

@@ -191,6 +191,20 @@ def test_so_many_messages_leave_before_the_others(ring: Ring, pushed: list[tuple
     assert outbox.depth == (5, 5)
 
 
+def test_what_was_there_before_is_none_of_those_that_are_gathered(ring: Ring) -> None:
+    outbox = Outbox(ring.producer)
+    sent = 0
+    while not outbox.depth[0]:
+        assert outbox.send(payload(sent), 1)
+        sent += 1
+    got = numbers(ring.read_all())
+    outbox.gather(2)
+    for number in range(sent, sent + 2):
+        assert outbox.send(payload(number), 1)
+    assert outbox.depth == (0, 0)
+    assert got + numbers(ring.read_all()) == list(range(sent + 2))
+
+
 def test_gathering_takes_no_more_than_the_spill_and_then_sends(ring: Ring) -> None:
     outbox = Outbox(ring.producer, spill_records=2)
     outbox.gather()

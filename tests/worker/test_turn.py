@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import itertools
 import os
 import signal
 import subprocess
@@ -22,7 +23,7 @@ import pytest
 from ipc.messages import Message, PeerReq
 from models.resident import StepRecord
 from models.script import ScriptRunner
-from tests.harness import Cluster
+from tests.harness import Answer, Cluster
 from tests.worker.resident import FakeResident
 from tests.worker.test_pipeline import Held
 from trouterd.child import Control
@@ -273,9 +274,10 @@ class SlowTurn(SharedTurn):
 
     def take(self, *, look: bool = False) -> bool:
         del look
-        time.sleep(0.002)
-        self.held = self.used = True
-        self.begun.append(time.monotonic())
+        if not self.held:
+            time.sleep(0.002)
+            self.held = self.used = True
+            self.begun.append(time.monotonic())
         return True
 
 
@@ -309,6 +311,65 @@ async def test_what_was_sent_in_the_turn_before_is_in_its_first_step(monkeypatch
         made[0].on_begin = lambda: None
         assert len(device.launched[0]) == 2
         await cluster.settled()
+
+
+async def test_what_comes_with_the_turn_is_asked_about_before_it_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request whose tokens the host decides waits for what is in flight: here a step that the device skips."""
+    made: list[LoggedTurn] = []
+    monkeypatch.setattr("trouterd.worker.turn.Turn", lambda *args: made.append(LoggedTurn(*args)) or made[0])
+    refused = itertools.cycle((False, True))
+    small = Held(ScriptRunner([1], vocab_size=4, cycle=True), refuse=lambda _: next(refused))
+    small.skipped = 1
+    large = ScriptRunner([2], vocab_size=4, cycle=True)
+    route = Route(models=["small", "large"], algorithm="every_n", params={"shape": "visit", "n": 2})
+    cluster = Cluster({"small": small, "large": large}, {"demo": route, "host": route})
+    worker = cluster.workers["small"]
+    worker.turns.configure(0)
+    hosted: list[Answer] = []
+
+    def arrive() -> None:
+        hosted.append(cluster.submit("host", [1, 2], max_tokens=6)[1])
+
+    def begin() -> None:
+        if worker.stepper.in_flight and not hosted:
+            asyncio.get_running_loop().call_soon(arrive)
+
+    made[0].on_begin = begin
+    async with cluster.running(), asyncio.timeout(30):
+        _, answer = cluster.submit("demo", [1], max_tokens=8)
+        small.allowed = 1
+        while len(small.launched) < 3:
+            await asyncio.sleep(0)
+        small.allowed = 1
+        while not hosted:
+            await asyncio.sleep(0)
+        small.allowed = 10**6
+        await answer.done.wait()
+        await hosted[0].done.wait()
+        await cluster.settled()
+    assert answer.writers == [0, 1] * 4
+    assert hosted[0].writers == [0, 1] * 3
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+async def test_a_stop_that_comes_with_the_turn(monkeypatch: pytest.MonkeyPatch, aborted: bool) -> None:
+    """Also where nothing is left to be launched."""
+    made: list[LoggedTurn] = []
+    monkeypatch.setattr("trouterd.worker.turn.Turn", lambda *args: made.append(LoggedTurn(*args)) or made[0])
+    cluster = Cluster({"m": ScriptRunner([1], vocab_size=4, cycle=True)}, {"demo": Route(models=["m"])})
+    worker = cluster.workers["m"]
+    worker.turns.configure(0)
+    rid, _ = cluster.submit("demo", [1])
+
+    def end() -> None:
+        if aborted:
+            cluster.abort(rid, "demo")
+        worker.stop()
+
+    made[0].on_begin = lambda: asyncio.get_running_loop().call_soon(end)
+    async with asyncio.timeout(30):
+        await worker.run()
+    assert worker.stepper.steps == (not aborted)
 
 
 async def test_waiting_for_the_turn_costs_nobody_his_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
 import pytest
 
 from ipc.messages import PeerReq
 from models.script import ScriptRunner
 from tests.harness import Cluster
+from tests.worker.resident import FakeResident
 from trouterd.config import Config, Model, Rings, Route
 from trouterd.worker import main, worker
 from trouterd.worker.inbox import Inbox
@@ -77,7 +80,8 @@ async def test_nobody_sleeps_while_a_request_is_away(
     assert answer.writers == [0, 1] * 4
 
 
-async def test_who_has_no_request_sleeps(sleeps: list[asyncio.Event]) -> None:
+async def test_who_has_no_request_sleeps(sleeps: list[asyncio.Event], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "WATCH", 100.0)
     cluster = pair()
     async with cluster.running(), asyncio.timeout(30):
         await cluster.generate("demo", [1], max_tokens=4)
@@ -89,45 +93,64 @@ async def test_who_has_no_request_sleeps(sleeps: list[asyncio.Event]) -> None:
 
 
 class Looked:
-    """A turn that comes when it has been looked for a number of times."""
+    """A turn that comes when it has been looked for so often."""
 
     def __init__(self, file: int, granted: Callable[[], None]) -> None:
-        del file, granted
+        del file
         self.held = self.used = False
-        self.left = 0
+        self.granted = granted
+        self.needed = 5
         self.looks = 0
+        """All in all."""
+        self.looking = 0
         self.rests = 0
+        self.on_begin: Callable[[], object] = lambda: None
 
     def wanted(self) -> bool:
         return False
 
     def take(self, *, look: bool) -> bool:
         assert look
-        if not self.held:
-            self.left = 5
+        self.looking = 0 if self.held else self.looking or 1
         self.used = self.held
         return self.held
 
     def come(self) -> bool:
+        if not self.looking:
+            return False
         self.looks += 1
-        if self.left:
-            self.left -= 1
-            self.held = not self.left
+        self.looking += 1
+        if self.looking > self.needed:
+            self.on_begin()
+            self.held, self.looking = True, 0
         return self.held
 
     def rest(self) -> None:
-        self.rests += 1
+        if self.looking:
+            self.rests += 1
+            self.looking = 0
+            asyncio.get_running_loop().call_soon(self.grant)
+
+    def grant(self) -> None:
+        self.held = True
+        self.granted()
 
     def leave(self) -> None:
-        self.left = 0
+        self.looking = 0
 
     def give_back(self) -> None:
         self.held = self.used = False
 
 
-async def test_a_turn_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[Looked]:
+    """Those that are made."""
     made: list[Looked] = []
-    monkeypatch.setattr("trouterd.worker.turn.Turn", lambda *args: made.append(Looked(*args)) or made[0])
+    monkeypatch.setattr("trouterd.worker.turn.Turn", lambda *args: made.append(Looked(*args)) or made[-1])
+    return made
+
+
+async def test_a_turn_is_looked_for(turns: list[Looked]) -> None:
     cluster = pair()
     small = cluster.workers["small"]
     small.turns.configure(0)
@@ -135,16 +158,86 @@ async def test_a_turn_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         answer = await cluster.generate("demo", [1], max_tokens=8)
         await cluster.settled()
     assert answer.writers == [0, 1] * 4
-    turn = made[0]
-    assert (turn.looks, turn.rests) == (5 * small.stepper.steps, 0)
-    assert not turn.held
-    assert not turn.left
+    assert (turns[0].looks, turns[0].rests) == (5 * small.stepper.steps, 0)
+    assert not turns[0].held
+
+
+async def test_what_was_sent_in_the_turn_before_is_in_the_first_step_of_one_that_was_looked_for(
+    turns: list[Looked],
+) -> None:
+    device = FakeResident(ScriptRunner([1], vocab_size=4, cycle=True))
+    cluster = Cluster({"m": device}, {"demo": Route(models=["m"])}, watches=True)
+    cluster.workers["m"].turns.configure(0)
+    turns[0].on_begin = lambda: asyncio.get_running_loop().call_soon(cluster.submit, "demo", [1])
+    cluster.submit("demo", [1])
+    async with cluster.running(), asyncio.timeout(30):
+        while not device.launched:
+            await asyncio.sleep(0)
+        turns[0].on_begin = lambda: None
+        assert len(device.launched[0]) == 2
+        await cluster.settled()
+
+
+async def test_a_turn_that_does_not_come_for_long_is_slept_through(
+    turns: list[Looked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "WATCH", 0.0)
+    cluster = pair()
+    small = cluster.workers["small"]
+    small.turns.configure(0)
+    turns[0].needed = 10**9
+    async with cluster.running(), asyncio.timeout(30):
+        answer = await cluster.generate("demo", [1], max_tokens=8)
+        await cluster.settled()
+    assert answer.writers == [0, 1] * 4
+    assert turns[0].rests == small.stepper.steps
+
+
+async def test_a_turn_that_is_not_needed_any_more_is_looked_for_no_more(turns: list[Looked]) -> None:
+    """Others would wait behind it for ever."""
+    cluster = Cluster({"m": ScriptRunner([1], vocab_size=4, cycle=True)}, {"demo": Route(models=["m"])}, watches=True)
+    cluster.workers["m"].turns.configure(0)
+    turns[0].needed = 10**9
+    async with cluster.running(), asyncio.timeout(30):
+        rid, _ = cluster.submit("demo", [1], max_tokens=8)
+        while not turns[0].looking:
+            await asyncio.sleep(0)
+        cluster.abort(rid, "demo")
+        await cluster.settled()
+        while turns[0].looking:
+            await asyncio.sleep(0)
+    assert cluster.workers["m"].stepper.steps == 0
+
+
+@pytest.mark.parametrize("taken", [False, True])
+async def test_hand_offs_leave_in_parts_where_models_take_turns(turns: list[Looked], taken: bool) -> None:
+    cluster = pair()
+    outbound = cluster.workers["small"].outbound
+    parts: list[int] = []
+
+    def together(most: int) -> AbstractContextManager[None]:
+        parts.append(most)
+        return nullcontext()
+
+    outbound.connect(outbound._send, together)
+    if taken:
+        cluster.workers["small"].turns.configure(0)
+        assert turns
+    async with cluster.running(), asyncio.timeout(30):
+        answers = [cluster.submit("demo", [1, n], max_tokens=4)[1] for n in range(3)]
+        for answer in answers:
+            await answer.done.wait()
+        await cluster.settled()
+    assert set(parts) == {worker.TOGETHER if taken else 0}
 
 
 @pytest.mark.parametrize(
-    ("watch", "cores", "expected"), [("auto", 12, True), ("auto", 11, False), ("on", 1, True), ("off", 64, False)]
+    ("watch", "cores", "ranks", "expected"),
+    [("auto", 12, 1, True), ("auto", 11, 1, False), ("auto", 15, 2, False), ("on", 1, 1, True), ("off", 64, 1, False)],
 )
-def test_watching_takes_cores(monkeypatch: pytest.MonkeyPatch, watch: str, cores: int, expected: bool) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
-    config = Config(models={name: Model(path=name) for name in ("small", "large")}, rings=Rings(watch=watch))  # type: ignore[arg-type]
-    assert main._watches(config) == expected
+def test_watching_takes_cores(
+    monkeypatch: pytest.MonkeyPatch, watch: Literal["auto", "on", "off"], cores: int, ranks: int, expected: bool
+) -> None:
+    monkeypatch.setattr(main, "available_cores", lambda: float(cores))
+    models = {"small": Model(path="s"), "large": Model(path="l", tensor_parallel=ranks)}
+    assert main._watches(Config(models=models, rings=Rings(watch=watch))) == expected

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ from models.script import ScriptError
 from trouterd.child import CallError, Control, Refused
 from trouterd.config import Config
 from trouterd.control import PeerState
+from trouterd.cores import available_cores
 from trouterd.links import Links
 from trouterd.tokenizers import load_tokenizers
 from trouterd.worker.batching import Batching
@@ -55,9 +55,9 @@ BYTES_PER_TOKEN = 5
 MESSAGE_OVERHEAD = 4096
 """Most bytes of a message that are no tokens."""
 LAG_INTERVAL = 0.1
+"""Seconds between two looks at how late the event loop is."""
 WATCH_CORES = 4
 """Cores for each process of the daemon, from which on workers that wait stay awake unless told."""
-"""Seconds between two looks at how late the event loop is."""
 
 
 class WorkerProcess:
@@ -305,7 +305,8 @@ async def _turn(control: Control) -> AsyncIterator[None]:
 def _watches(config: Config) -> bool:
     """Whether there is a core for a worker that waits."""
     if config.rings.watch == "auto":
-        return len(os.sched_getaffinity(0)) >= WATCH_CORES * (1 + len(config.models))
+        processes = 1 + sum(model.tensor_parallel for model in config.models.values())
+        return available_cores() >= WATCH_CORES * processes
     return config.rings.watch == "on"
 
 

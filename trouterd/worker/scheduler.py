@@ -120,8 +120,7 @@ class Scheduler:
         self.rewind(request, len(request.tokens))
         if not request.is_entry:
             self.away[request.rid] = request
-            # Otherwise it would seem that there is something to feed, and be waited for a turn that is not used.
-            if request.warm and request.fed < request.prompt_length - 1:
+            if request.warm:
                 self._cold[request.rid] = request
 
     def remove(self, request: Request) -> None:
@@ -192,7 +191,8 @@ class Scheduler:
     @property
     def wanted(self) -> bool:
         """Something could be fed, if there is room for it: whether there is, `plan` has to tell."""
-        return bool(self.waiting or self._cold) or any(request.due for request in self.running)
+        # Prompts that are fed may be among the cold ones yet: a turn would be taken for nothing.
+        return bool(self.waiting) or self.cold or any(request.due for request in self.running)
 
     @property
     def cold(self) -> bool:

@@ -42,9 +42,7 @@ class Turn:
         self._waiting = False
         """In the thread."""
         self._looking = False
-        """By whoever asks `come`."""
-        self._queued = False
-        """While it looks: it is next."""
+        """By whoever asks `come`; the queue is held then."""
         self._fault: TurnError | None = None
         """Why the turn that is waited for cannot come."""
         self.held = False
@@ -57,7 +55,8 @@ class Turn:
         """Whether it is this worker's turn, to be used; if not, it waits for it from now on.
 
         Args:
-            look: the caller will ask `come` until it has come, or `rest` or `leave`, rather than being told.
+            look: where it is next, the caller will ask `come` until it has come, or `rest` or `leave`, rather than being told. The
+                others wait in the order of the queue.
 
         Raises:
             TurnError: the file cannot be locked.
@@ -65,32 +64,30 @@ class Turn:
         if self._fault is not None:
             raise self._fault
         if not self.held and not self._waiting:
-            self._looking = True
-            if not (self.come() or look):
-                self.rest()
+            self._looking = self._looking or self._lock(_QUEUE)
+            if not self.come() and not (look and self._looking):
+                self._wait_in_thread()
         self.used = self.held
         return self.held
 
     def come(self) -> bool:
         """Whether a turn that is looked for has come. Raises TurnError."""
-        if not self._looking:
+        if not self._looking or not self._lock(_TURN):
             return False
-        self._queued = self._queued or self._lock(_QUEUE)
-        if self._queued and self._lock(_TURN):
-            self._stop_looking()
-            self.held = True
-        return self.held
+        self.leave()
+        self.held = True
+        return True
 
     def rest(self) -> None:
         """Be told, instead of looking."""
         if self._looking:
-            self._waits.put(self._queued)
-            self._looking, self._queued, self._waiting = False, False, True
+            self._wait_in_thread()
 
     def leave(self) -> None:
-        """A turn that is looked for is not needed any more. Raises TurnError."""
+        """Look no more: a turn is not needed. Raises TurnError."""
         if self._looking:
-            self._stop_looking()
+            self._looking = False
+            self._unlock(_QUEUE)
 
     def wanted(self) -> bool:
         """Whether it is not this worker's turn, or another one waits for it. Raises TurnError."""
@@ -117,10 +114,9 @@ class Turn:
             with suppress(RuntimeError):  # the loop has ended, and the process is about to
                 self._loop.call_soon_threadsafe(self._has_come, fault)
 
-    def _stop_looking(self) -> None:
-        if self._queued:
-            self._unlock(_QUEUE)
-        self._looking = self._queued = False
+    def _wait_in_thread(self) -> None:
+        self._waits.put(self._looking)
+        self._looking, self._waiting = False, True
 
     def _has_come(self, fault: TurnError | None) -> None:
         self.held, self._waiting, self._fault = fault is None, False, fault
@@ -209,12 +205,12 @@ class Turns:
     def take(self, *, look: bool) -> bool:
         """Whether it is this worker's turn, to be used; see `Turn.take`."""
         self._refused = self._turn is not None and not self._turn.take(look=look)
-        return self.held
+        return self._turn is not None and self._turn.held
 
     @property
-    def held(self) -> bool:
-        """It is this worker's turn."""
-        return self._turn is not None and self._turn.held
+    def used(self) -> bool:
+        """A step was launched in this worker's turn, or is about to be."""
+        return self._turn is not None and self._turn.used
 
     def come(self) -> bool:
         """Whether a turn that is looked for has come."""

@@ -195,15 +195,16 @@ class Worker:
                 if not self.scheduler.wanted or (self.stepper.running and self.turns.wanted()):
                     return NEVER
                 # Before the plan: requests of one that is not launched would have to stand back in the next.
-                held = self.turns.held
+                fresh = not self.turns.used
                 if not self.turns.take(look=self._watches):
                     return now + PATIENCE
-                if not held:
-                    # What was sent in the turn before has come; ring readers have to run for that.
-                    await asyncio.sleep(0)
-                    self._take_in()
                 # The one before may have ended since: a step does not begin before its turn.
                 now = time.monotonic()
+                if fresh:
+                    # All that was sent in the turn before is in the rings: one pass of uvloop has their readers run.
+                    await asyncio.sleep(0)
+                    self._take_in()
+                    continue
             chunks = self.scheduler.plan()
             if not chunks or not self.stepper.worthwhile(chunks):
                 return NEVER
@@ -294,6 +295,8 @@ class Worker:
         """Sleep until something arrives, at most until then; look again soon while something waits for room in a ring."""
         if self.stream or self.outbound.unsent or self.active.untold:
             until = min(until, time.monotonic() + 0.01)
+        if self._closing:
+            return
         if self._watches and self.requests:
             awake = min(until, self._awake_until)
             if await self._inbox.watch(awake, self.turns.come) or awake == until:

@@ -190,6 +190,8 @@ def _judge(
 
 
 def _row_block(rows: int) -> int:
+    if rows > _MOST_ROWS:
+        raise ValueError(f"{rows} rows, and room for {_MOST_ROWS}")
     return _FEW_ROWS if rows <= _FEW_ROWS else _MOST_ROWS
 
 
