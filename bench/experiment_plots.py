@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 _INCHES = (9.0, 5.5)
 _DOTS = 150
 """Per inch."""
+_TITLE_WIDTH = 100
+"""Letters of a line of the title."""
 _MARKERS = "osD^vP<>"
 _REQUESTS = "requests in flight"
 _RATE = "token/s; at the points: requests in flight"
@@ -67,7 +70,7 @@ def write_plots(group: Group, points: Sequence[dict[str, Any]], folder: Path) ->
         axes = figure.subplots()
         draw(axes)
         title = "; ".join([group.title, *workloads, str(group.head["hardware"])])
-        axes.set_title(title, fontsize=10)
+        axes.set_title(textwrap.fill(title, _TITLE_WIDTH), fontsize=10)
         axes.grid(alpha=0.3)
         _plain(axes)
         if axes.get_legend_handles_labels()[0]:
