@@ -13,12 +13,15 @@ import time
 from pathlib import Path
 
 import aiohttp
+import pytest
 
 from tests.daemon.instance import Instance, complete, expected, gone, scripts, serving, stream
 from tests.daemon.link import Link
 from trouterd.supervisor.process import process_state
 
 TURNS = "overlap = false\nmode = 'eager'"
+SLEEPS, WATCHES = 'watch = "off"', 'watch = "on"'
+"""What workers do that wait for their turn."""
 FLOCK = "hhqqi"
 """Of struct flock: type, whence, start, length, pid."""
 SLACK = 1e-3
@@ -55,9 +58,10 @@ async def load(daemon: Instance, stop: asyncio.Event) -> None:
                 await stream(session, max_tokens=32)
 
 
-async def test_turns_outlive_every_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rings", [SLEEPS, WATCHES])
+async def test_turns_outlive_every_process(tmp_path: Path, rings: str) -> None:
     """Each of them is killed under load. Models take turns afterwards, whoever had the turn, and all that was held is free."""
-    config = scripts(tmp_path, delay_ms=10.0, batching=TURNS, supervision="restart_backoff = 0.05")
+    config = scripts(tmp_path, delay_ms=10.0, batching=TURNS, rings=rings, supervision="restart_backoff = 0.05")
     async with serving(tmp_path, config) as daemon:
         stop, link = asyncio.Event(), await Link.open(daemon)
         streams = [asyncio.create_task(load(daemon, stop)) for _ in range(4)]
@@ -122,9 +126,10 @@ async def test_a_turn_that_is_never_given_back_does_not_keep_the_daemon(tmp_path
         await asyncio.gather(last, return_exceptions=True)
 
 
-async def test_overlap_is_changed_again_and_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rings", [SLEEPS, WATCHES])
+async def test_overlap_is_changed_again_and_again(tmp_path: Path, rings: str) -> None:
     """No stream notices, and the last word counts."""
-    async with serving(tmp_path, scripts(tmp_path, delay_ms=5.0, batching=TURNS)) as daemon:
+    async with serving(tmp_path, scripts(tmp_path, delay_ms=5.0, batching=TURNS, rings=rings)) as daemon:
         link = await Link.open(daemon)
         async with daemon.session() as session:
             streams = [asyncio.create_task(stream(session, max_tokens=64)) for _ in range(8)]
