@@ -102,9 +102,9 @@ class Rings(Section, frozen=True):
     watch: Annotated[
         Literal["auto", "on", "off"],
         Meta(
-            description="A worker that waits for hand-offs, or for its turn, stays awake and looks for them, up to 0.1 s after the"
-            " last one: they are seen some 0.1 ms sooner, by a core that has not slept and is occupied meanwhile. 'auto': where"
-            " there are four cores for each process of the daemon."
+            description="A worker that waits for hand-offs, or for its turn, stays awake (busy-waits), up to 0.1 s after the last"
+            " one: they are seen some 0.1 ms sooner, by a core that has not slept and is occupied meanwhile. 'auto': where there"
+            " are four cores for the api and for each worker process."
         ),
     ] = "auto"
     checksum: Annotated[bool, Meta(description="Checksum every record (finds wild writes; costs time).")] = False

@@ -119,6 +119,19 @@ async def test_drained_waits_for_the_handler(tokenizer: Tokenizer) -> None:
     assert await drain == Unfinished(cut=0, failed=0)
 
 
+@pytest.mark.parametrize(("ended", "cut"), [(0, 2), (1, 1), (2, 2)])
+async def test_what_its_client_does_not_read_is_cut_off(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, ended: int, cut: int
+) -> None:
+    """Choices that have ended, too: the handler could not write all of them."""
+    monkeypatch.setattr("trouterd.api.engine.FORCE_GRACE", 0.01)
+    bench = Bench(tokenizer, choices=2)
+    with bench.live:
+        for generation in bench.live.generations[:ended]:
+            bench.engine.settle(generation, "stop")
+        assert await bench.engine.drain(0.01) == Unfinished(cut=cut, failed=0)
+
+
 @pytest.mark.parametrize("code", ["", "worker_lost", "aborted", "client"])
 async def test_drained_counts_what_failed_meanwhile(tokenizer: Tokenizer, code: str) -> None:
     """Of two choices one is finished; how the operator's aborts and clients' mistakes end says nothing of the drain."""

@@ -126,6 +126,25 @@ def test_visitor_with_a_fed_prompt_leaves_nothing_to_do_behind() -> None:
     assert not scheduler.wanted
 
 
+def test_room_that_has_come_free_is_looked_at_again() -> None:
+    """By a visitor whose prompt is still to be fed, although nothing else wants a step."""
+    scheduler = Scheduler(KvCache(8, PAGE_SIZE, 16, CONTEXT, prefix_cache=False), 64)
+    large = request(1, [1] * 20)
+    scheduler.add(large)
+    commit(scheduler, scheduler.plan())
+    scheduler.pend(large)
+    visitor = request(2, [1] * 12, "visitor")
+    visitor.warm = True
+    scheduler.pend(visitor)
+    commit(scheduler, scheduler.plan())
+    assert scheduler.short_of_room
+    assert not scheduler.wanted
+    scheduler.remove(large)
+    assert scheduler.wanted
+    commit(scheduler, scheduler.plan())
+    assert visitor.fed == 11
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests come, go away, return with news, and end; every plan keeps the pool's and the queue's promises."""
 

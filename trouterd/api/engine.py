@@ -271,7 +271,7 @@ class EngineClient:
         self._check_drained()
         await self._wait_drained(seconds)
         # Now: those that are cut off end with an error, too.
-        unfinished = Unfinished(cut=len(self.report()), failed=self._failed_draining)
+        unfinished = Unfinished(cut=sum(map(_choices_left, self._lives)), failed=self._failed_draining)
         for live in list(self._lives):
             self.fail(live, _unavailable("the daemon is shutting down", code="shutdown"))
         await self._wait_drained(FORCE_GRACE)
@@ -331,6 +331,11 @@ class EngineClient:
 
 def _unavailable(message: str, code: str = "unavailable") -> RequestError:
     return RequestError(503, code, message, retry_after=RETRY_AFTER)
+
+
+def _choices_left(live: LiveRequest) -> int:
+    """Choices of a request that its client has not got: those that have not ended, or all, where it does not read them."""
+    return sum(not generation.settled for generation in live.generations) or len(live.generations)
 
 
 def _worker_error(update: TokenUpdate) -> RequestError:

@@ -57,7 +57,7 @@ MESSAGE_OVERHEAD = 4096
 LAG_INTERVAL = 0.1
 """Seconds between two looks at how late the event loop is."""
 WATCH_CORES = 4
-"""Cores for each process of the daemon, from which on workers that wait stay awake unless told."""
+"""Cores for the api and each worker process, from which on workers that wait stay awake unless told."""
 
 
 class WorkerProcess:

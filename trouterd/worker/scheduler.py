@@ -134,6 +134,8 @@ class Scheduler:
         if request.slot != NO_SLOT:
             self.kv.close(request.slot)
             request.slot = NO_SLOT
+            # As far as is known: the next plan sees.
+            self.short_of_room = False
         request.fed = 0
         request.let_go()
 

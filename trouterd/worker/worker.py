@@ -58,8 +58,8 @@ class Worker:
         max_batch_tokens: token rows of one step.
         device_answers: asked after a failed step; False ends the decode loop.
         on_thread: called first in the thread that runs steps.
-        watches: stay awake while a request is with another model, or another model has the turn: what comes is seen at once, and by
-            a processor that has not slept. Takes a core.
+        watches: stay awake while requests are here or with another model and nothing can be launched: what comes is seen at once,
+            and by a processor that has not slept. Takes a core.
     """
 
     def __init__(
