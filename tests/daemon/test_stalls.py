@@ -51,6 +51,10 @@ async def test_c27_long_step_and_probes(tmp_path: Path) -> None:
         assert await sample(session, 'trouterd_worker_steps_total{model="large"}') == 0
         assert not any("small" in line and "does not answer" in line for line in daemon.lines)
 
+        # The supervisor has heard that the step is over, or it would be taken for a stall from now on, and nothing be accepted.
+        async with asyncio.timeout(30):
+            while any(process["step_seconds"] for process in (await daemon.ctl("status"))["processes"]):
+                await asyncio.sleep(0.02)
         await daemon.ctl("set", "supervision.stall_after", "0.3")
         answer = asyncio.create_task(complete(session, "small", max_tokens=1))
         async with asyncio.timeout(30):
