@@ -7,8 +7,8 @@ import errno
 import fcntl
 import itertools
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 import pytest
 
@@ -21,10 +21,10 @@ from tests.worker.test_pipeline import Held
 from trouterd.config import Route
 from trouterd.worker.turn import TurnError
 
-AnyTurn = TypeVar("AnyTurn", bound="SharedTurn")
+AnyTurn = TypeVar("AnyTurn")
 
 
-def made_of(monkeypatch: pytest.MonkeyPatch, kind: type[AnyTurn]) -> list[AnyTurn]:
+def made_of(monkeypatch: pytest.MonkeyPatch, kind: Callable[[int, Callable[[], None]], AnyTurn]) -> list[AnyTurn]:
     """The turns of a kind that workers make from now on."""
     made: list[AnyTurn] = []
 
@@ -99,11 +99,16 @@ async def test_no_step_begins_before_its_turn(monkeypatch: pytest.MonkeyPatch) -
     assert all(step.begin >= begun for step, begun in zip(steps, made[0].begun, strict=True))
 
 
-async def test_what_was_sent_in_the_turn_before_is_in_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Although nobody has read it from the ring when that turn ends."""
-    made = made_of(monkeypatch, LoggedTurn)
+class Beginning(Protocol):
+    """A turn that says when it begins."""
+
+    on_begin: Callable[[], object]
+
+
+async def rows_of_a_first_step(made: Sequence[Beginning], *, watches: bool) -> int:
+    """Of a turn that one request waits for, and with which another one arrives."""
     device = FakeResident(ScriptRunner([1], vocab_size=4, cycle=True))
-    cluster = Cluster({"m": device}, {"demo": Route(models=["m"])})
+    cluster = Cluster({"m": device}, {"demo": Route(models=["m"])}, watches=watches)
     cluster.workers["m"].turns.configure(0)
     made[0].on_begin = lambda: asyncio.get_running_loop().call_soon(cluster.submit, "demo", [1])
     cluster.submit("demo", [1])
@@ -111,8 +116,14 @@ async def test_what_was_sent_in_the_turn_before_is_in_its_first_step(monkeypatch
         while not device.launched:
             await asyncio.sleep(0)
         made[0].on_begin = lambda: None
-        assert len(device.launched[0]) == 2
         await cluster.settled()
+    return len(device.launched[0])
+
+
+async def test_what_was_sent_in_the_turn_before_is_in_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although nobody has read it from the ring when that turn ends."""
+    made = made_of(monkeypatch, LoggedTurn)
+    assert await rows_of_a_first_step(made, watches=False) == 2
 
 
 async def test_what_comes_with_the_turn_is_asked_about_before_it_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from ipc.messages import PeerReq
 from models.script import ScriptRunner
 from tests.harness import Cluster
-from tests.worker.resident import FakeResident
+from tests.worker.test_turns import made_of, rows_of_a_first_step
 from trouterd.config import Config, Model, Rings, Route
 from trouterd.worker import main, worker
 from trouterd.worker.inbox import Inbox
@@ -145,9 +145,7 @@ class Looked:
 @pytest.fixture
 def turns(monkeypatch: pytest.MonkeyPatch) -> list[Looked]:
     """Those that are made."""
-    made: list[Looked] = []
-    monkeypatch.setattr("trouterd.worker.turn.Turn", lambda *args: made.append(Looked(*args)) or made[-1])
-    return made
+    return made_of(monkeypatch, Looked)
 
 
 async def test_a_turn_is_looked_for(turns: list[Looked]) -> None:
@@ -165,17 +163,7 @@ async def test_a_turn_is_looked_for(turns: list[Looked]) -> None:
 async def test_what_was_sent_in_the_turn_before_is_in_the_first_step_of_one_that_was_looked_for(
     turns: list[Looked],
 ) -> None:
-    device = FakeResident(ScriptRunner([1], vocab_size=4, cycle=True))
-    cluster = Cluster({"m": device}, {"demo": Route(models=["m"])}, watches=True)
-    cluster.workers["m"].turns.configure(0)
-    turns[0].on_begin = lambda: asyncio.get_running_loop().call_soon(cluster.submit, "demo", [1])
-    cluster.submit("demo", [1])
-    async with cluster.running(), asyncio.timeout(30):
-        while not device.launched:
-            await asyncio.sleep(0)
-        turns[0].on_begin = lambda: None
-        assert len(device.launched[0]) == 2
-        await cluster.settled()
+    assert await rows_of_a_first_step(turns, watches=True) == 2
 
 
 async def test_a_turn_that_does_not_come_for_long_is_slept_through(

@@ -292,7 +292,7 @@ class Worker:
             raise DeviceLostError(f"steps in flight cannot be heard of any more: {error}") from error
 
     async def _wait(self, until: float) -> None:
-        """Sleep until something arrives, at most until then; look again soon while something waits for room in a ring."""
+        """Sleep or watch until something arrives, at most until then; look again soon while something waits for room in a ring."""
         if self.stream or self.outbound.unsent or self.active.untold:
             until = min(until, time.monotonic() + 0.01)
         if self._closing:
