@@ -106,7 +106,6 @@ class Megakernel:
             )
         if k_cache.shape[3] % KEY_TILE:
             raise ModelError(f"the megakernel needs pages of a multiple of {KEY_TILE} tokens, not {k_cache.shape[3]}")
-        group = config.num_heads // config.num_kv_heads
         self._split_tasks = 4 * weights.grid
         scratch = self._scratch
         self._params = Params(
@@ -124,8 +123,7 @@ class Megakernel:
             act=scratch(MAX_ROWS * config.intermediate_size, torch.bfloat16),
             partial=scratch(self._split_tasks * _QUERY_BLOCK * config.head_dim, torch.float32),
             partial_sums=scratch(self._split_tasks * _QUERY_BLOCK * 2, torch.float32),
-            # A run's further blocks of query rows count on from its first row.
-            tickets=scratch((MAX_ROWS + MAX_ROWS * group // _QUERY_BLOCK + 1) * config.num_kv_heads, torch.int32),
+            tickets=scratch(MAX_ROWS * config.num_kv_heads, torch.int32),
             arrivals=scratch(weights.grid, torch.int32),
             layers=config.num_layers,
             hidden=config.hidden_size,

@@ -358,7 +358,7 @@ struct Attention {
     fence_gpu();
     sync_consumers();
     if (thread() == 0) {
-      u32* ticket = p.tickets + (task.first + task.block / QUERY_BLOCK) * p.kv_heads + task.head;
+      u32* ticket = p.tickets + task.ticket;
       *shared.last = take_ticket(ticket) == static_cast<u32>(task.parts - 1);
       if (*shared.last) *ticket = 0;
     }
@@ -371,19 +371,33 @@ struct Attention {
       if (at.query >= rows) continue;
       float maximum = -1e30f, sum = 0.0f;
       float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 4
-      for (int part = 0; part < task.parts; ++part) {
-        const float* sums = p.partial_sums + ((id + part) * QUERY_BLOCK + at.query) * 2;
-        const float top = as_float(load_l2_word(sums)), total = as_float(load_l2_word(sums + 1));
-        const uint4 raw = load_l2(partial(id + part, at));
-        const float both = fmaxf(maximum, top);
-        const float shrink = exp2_fast(maximum - both), weight = exp2_fast(top - both);
-        maximum = both;
-        sum = sum * shrink + total * weight;
-        out.x = out.x * shrink + as_float(raw.x) * weight;
-        out.y = out.y * shrink + as_float(raw.y) * weight;
-        out.z = out.z * shrink + as_float(raw.z) * weight;
-        out.w = out.w * shrink + as_float(raw.w) * weight;
+#pragma unroll 1
+      for (int begin = 0; begin < task.parts; begin += MERGED_AT_ONCE) {
+        uint4 raw[MERGED_AT_ONCE];
+        float tops[MERGED_AT_ONCE], sums[MERGED_AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < MERGED_AT_ONCE; ++i) {
+          raw[i] = make_uint4(0, 0, 0, 0);
+          tops[i] = -1e30f;
+          sums[i] = 0.0f;
+          if (begin + i >= task.parts) continue;
+          const int part = id + begin + i;
+          const float* scales = p.partial_sums + (part * QUERY_BLOCK + at.query) * 2;
+          raw[i] = load_l2(partial(part, at));
+          tops[i] = as_float(load_l2_word(scales));
+          sums[i] = as_float(load_l2_word(scales + 1));
+        }
+#pragma unroll
+        for (int i = 0; i < MERGED_AT_ONCE; ++i) {
+          const float both = fmaxf(maximum, tops[i]);
+          const float shrink = exp2_fast(maximum - both), weight = exp2_fast(tops[i] - both);
+          maximum = both;
+          sum = sum * shrink + sums[i] * weight;
+          out.x = out.x * shrink + as_float(raw[i].x) * weight;
+          out.y = out.y * shrink + as_float(raw[i].y) * weight;
+          out.z = out.z * shrink + as_float(raw[i].z) * weight;
+          out.w = out.w * shrink + as_float(raw[i].w) * weight;
+        }
       }
       const float scale = divide(1.0f, sum);
       out = make_float4(out.x * scale, out.y * scale, out.z * scale, out.w * scale);
@@ -397,11 +411,13 @@ struct Attention {
     const int block = task.block + 16 * sixteen, old = task.old_tiles;
     const int tiles = block < task.queries ? old + task.new_tiles : 0;
     Keys keys;
+    // One lane has the first tile's place, the next one that of the tile after it.
+    const int early = mine + (lane() & 1) * warps, place = early < old ? begin(task, planned, early) : 0;
+    int row = shuffle(place, 1);  // of the next tile of cached keys
     if (mine < smaller(old, tiles)) {
-      const int row = begin(task, planned, mine);
-      load_k(row, keys);
-      load_v(row, left(task, mine), keys);
-      ask_for_more(task, planned, mine + warps, old, warps);
+      load_k(shuffle(place, 0), keys);
+      load_v(shuffle(place, 0), left(task, mine), keys);
+      if (lane() == 1 && early < old) ask_for(row);
     }
     int rows[2];  // the run's row of each half's query row
 #pragma unroll
@@ -440,36 +456,37 @@ struct Attention {
 #pragma unroll
         for (int half = 0; half < 2; ++half) seen[half] = smaller(rows[half] + 1, task.count) - own * KEY_TILE;
       }
+      int further = 0;
+      if (next + warps < old) {
+        further = begin(task, planned, next + warps);
+        if (sixteen == 0 && lane() == 0) ask_for(further);
+      }
       float s[2][2][4] = {};
       score(q, keys, s);
-      int row = 0;
-      if (next < old) {
-        row = begin(task, planned, next);
-        load_k(row, keys);
-      }
+      if (next < old) load_k(row, keys);
       add_tile(w, s, keys, seen);
       if (next < old)
         load_v(row, left(task, next), keys);
       else if (next < tiles)
         load_own(task, next - old, keys);
+      row = further;
     }
     mark(2);
   }
 
-  // Have the first of this warp's further tiles on their way.
-  DEVICE void ask_for_more(const Task& task, bool planned, int tile, int tiles, int warps) const {
-    tile += lane() * warps;
-    if (!planned || tile >= smaller(tiles, PLACES) || lane() >= 4) return;
-    const long long row = plan.places[tile];
-    prefetch_l2(k_cache + row * DIM, KEY_TILE * DIM * sizeof(bf16));
-    prefetch_l2(v_cache + row * DIM, KEY_TILE * DIM * sizeof(bf16));
+  // Have a tile of cached keys on its way to L2. By one lane.
+  DEVICE void ask_for(int row) const {
+    prefetch_l2(k_cache + (long long)row * DIM, KEY_TILE * DIM * sizeof(bf16));
+    prefetch_l2(v_cache + (long long)row * DIM, KEY_TILE * DIM * sizeof(bf16));
   }
 
   DEVICE void run(Merge& shared, const Grid& grid) const {
     if (cta() >= schedule.tasks) grid.wait();
 #pragma unroll 1
-    for (int id = cta(); id < schedule.tasks; id += ctas()) {
-      const bool planned = id == cta();
+    for (int turn = 0; turn * ctas() < schedule.tasks; ++turn) {
+      const int id = turn * ctas() + (turn % 2 == 0 ? cta() : ctas() - 1 - cta());
+      if (id >= schedule.tasks) continue;
+      const bool planned = turn == 0;
       const Task task = planned ? plan.task : Task(p, schedule, id);
       if (!planned) sync_consumers();  // the task before is done with shared memory
       Sums w;

@@ -51,7 +51,7 @@ struct Params {
   bf16* act;                       // [MAX_ROWS, intermediate]
   float* partial;                  // [split tasks, 64 query rows, head_dim] attention of a part of the keys
   float* partial_sums;             // [split tasks, 64, 2] its maximum and sum
-  unsigned* tickets;               // [MAX_ROWS and a run's further query blocks, kv_heads] zero between uses
+  unsigned* tickets;               // [MAX_ROWS, kv_heads] of blocks of query rows, zero between uses
   unsigned* arrivals;              // [SMs] the grid barrier's words
 
   // Results.

@@ -1,96 +1,158 @@
 // Attention's work list, made once per launch: lengths are the same in every layer.
 //
-// A task is one run's query rows of one KV head (up to 64 of them) over a part of the run's cached keys; the last part also
-// holds the run's own keys. Query row i * group + h is row i of the run, query head h of the group.
+// A block is up to 64 query rows of a run. With one KV head it is a task or, over parts of the run's cached keys, several; the
+// last part also holds the run's own keys. Query row i * group + h is row i of the run, query head h of the group.
+// An SM's second task takes longer than parts save. So parts are made as short as leaves every SM with no more tasks than whole
+// blocks would; where that is more than one, the longest come first, and every other turn through the SMs goes backwards.
 #pragma once
 
 constexpr int KEY_TILE = 16;       // keys that a warp takes at once
 constexpr int QUERY_BLOCK = 64;    // query rows of a task; they and 64 own keys fill the memory
-constexpr int CHOICES = 16;        // lengths of a part that are considered: PART_KEYS << choice
+constexpr int MERGED_AT_ONCE = 4;  // parts that a thread waits for at once
 
-// What a task costs besides its keys, and the merging of parts, in keys.
-#ifndef MEGA_PART_SHIFT
-#define MEGA_PART_SHIFT 7
-#define MEGA_TASK_COST 256
-#define MEGA_MERGE_COST 512
+// Costs are in tiles that an SM takes for 16 query rows, 0.1 to 0.2 us each on an H200: of a part at least, since each warp waits
+// for its own; and of merging parts, for any and for each. Parts may take so many turns, if not more.
+#ifndef MEGA_LEAST_TURNS
+#define MEGA_LEAST_TURNS 1
+#define MEGA_LEAST_TILES WARPS
+#define MEGA_MERGE_COST 8
+#define MEGA_PART_COST(queries) (0.6f + (queries) / 16.0f)
 #endif
-constexpr int PART_SHIFT = MEGA_PART_SHIFT;
-constexpr int PART_KEYS = 1 << PART_SHIFT;
 
 struct Schedule {
-  int runs, tasks;
-  int first[MAX_ROWS], count[MAX_ROWS], start[MAX_ROWS], slot[MAX_ROWS];
+  int blocks, tasks;
+  int first[MAX_ROWS], count[MAX_ROWS], start[MAX_ROWS], slot[MAX_ROWS];  // of a block's run
+  int query[MAX_ROWS];             // first query row of the block
+  int queries[MAX_ROWS];           // its query rows
+  int work[MAX_ROWS];              // its tiles of cached keys times their groups of query rows
   int tiles[MAX_ROWS];             // key tiles of a part
   int parts[MAX_ROWS];
   int base[MAX_ROWS + 1];          // first task
 };
+static_assert(MAX_ROWS <= 32, "a lane for each row, and for each block: a run of n rows has n blocks at most");
 
-
-DEVICE int query_blocks(const Params& p, int count) { return ceil_div(count * (p.heads / p.kv_heads), QUERY_BLOCK); }
-
-// Parts of a run with `start` cached keys.
-DEVICE int parts_of(int start, int choice) {
-  const int shift = PART_SHIFT + choice;
-  return choice < CHOICES - 1 ? larger((start + (1 << shift) - 1) >> shift, 1) : 1;
+// Groups of 16 query rows, rounded up to 1, 2 or 4: the warps of a task are dealt to them, those of one group share its keys.
+DEVICE int tall(int queries) {
+  const int rows = ceil_div(queries, 16);
+  return rows <= 2 ? rows : 4;
 }
 
-// Cost of a choice in keys: an SM's tasks one after the other, each with a fixed part, and the merging of parts.
-DEVICE int part_cost(const Params& p, const Schedule& s, int choice, int& tasks) {
-  const int keys = choice < CHOICES - 1 ? PART_KEYS << choice : 0x7fffffff;
-  int longest = 0;
-  tasks = 0;
+// All blocks. By one warp.
+DEVICE void list_blocks(const Params& p, Schedule& s) {
+  const int row = lane();
+  const bool leads = row < p.rows && load_fixed_int(p.counts + row) > 0 && load_fixed_int(p.positions + row) >= 0;
+  const int count = leads ? smaller(load_fixed_int(p.counts + row), p.rows - row) : 0;
+  const int queries = count * (p.heads / p.kv_heads), own = ceil_div(queries, QUERY_BLOCK);
+  int before = 0, blocks = 0;
 #pragma unroll 1
-  for (int run = 0; run < s.runs; ++run) {
-    tasks += query_blocks(p, s.count[run]) * parts_of(s.start[run], choice);
-    longest = larger(longest, s.start[run]);
+  for (int other = 0; other < MAX_ROWS; ++other) {
+    const int others = shuffle(own, other);
+    before += other < row ? others : 0;
+    blocks += others;
   }
-  tasks *= p.kv_heads;
-  return ceil_div(tasks, ctas()) * (smaller(keys, longest) + MEGA_TASK_COST) + (longest > keys ? MEGA_MERGE_COST : 0);
+#pragma unroll 1
+  for (int block = 0; block < own; ++block) {
+    const int at = before + block, query = block * QUERY_BLOCK;
+    s.first[at] = row;
+    s.count[at] = count;
+    s.start[at] = load_fixed_int(p.positions + row);
+    s.slot[at] = load_fixed_int(p.slots + row);
+    s.query[at] = query;
+    s.queries[at] = smaller(queries - query, QUERY_BLOCK);
+    s.work[at] = ceil_div(s.start[at], KEY_TILE) * tall(s.queries[at]);
+  }
+  if (lane() == 0) s.blocks = blocks;
+  sync_warp();
+}
+
+// Parts of so much work, tiles times groups of query rows, of which none has more than `most`.
+DEVICE int parts_of(int work, float inverse) { return larger(static_cast<int>(work * inverse + 0.9999f), 1); }
+
+// How long the longest block takes, if no part has more work than this.
+struct Limit {
+  int most;
+  float cost;
+
+  DEVICE Limit(const Params& p, const Schedule& s, int most) : most(most), cost(0.0f) {
+    const float inverse = divide(1.0f, most);
+    int tasks = 0;
+#pragma unroll 2
+    for (int block = 0; block < s.blocks; ++block) {
+      const int work = s.work[block], parts = parts_of(work, inverse);
+      const int own = ceil_div(parts_of(work, divide(1.0f, parts)), MEGA_LEAST_TILES) * MEGA_LEAST_TILES;
+      const int waits = ceil_div(parts, MERGED_AT_ONCE) * MERGED_AT_ONCE;
+      const float merged = parts > 1 ? MEGA_MERGE_COST + waits * MEGA_PART_COST(s.queries[block]) : 0.0f;
+      cost = fmaxf(cost, own + merged);
+      tasks += parts;
+    }
+    const int turns = larger(ceil_div(s.blocks * p.kv_heads, ctas()), MEGA_LEAST_TURNS);
+    if (tasks > s.blocks && tasks * p.kv_heads > smaller(turns * ctas(), p.split_tasks)) cost = 1e30f;
+  }
+  // The cheapest of all lanes, of equals the one with the longest parts.
+  DEVICE void agree() {
+#pragma unroll 1
+    for (int mask = 1; mask < 32; mask *= 2) {
+      const float other_cost = shuffle_xor(cost, mask);
+      const int other = shuffle(most, lane() ^ mask);
+      if (other_cost < cost || (other_cost == cost && other > most)) {
+        cost = other_cost;
+        most = other;
+      }
+    }
+  }
+};
+
+// Most work of a part. By one warp.
+DEVICE int best_limit(const Params& p, const Schedule& s) {
+  int longest = 1;
+#pragma unroll 1
+  for (int block = 0; block < s.blocks; ++block) longest = larger(longest, s.work[block]);
+  // The longest block in 1, 2, ... 32 parts; then what lies between the neighbours of the best of these.
+  Limit best(p, s, ceil_div(longest, lane() + 1));
+  best.agree();
+  const int parts = ceil_div(longest, best.most), shorter = ceil_div(longest, parts + 1);
+  const int longer = ceil_div(longest, larger(parts - 1, 1));
+  Limit fine(p, s, larger(shorter + (longer - shorter) * lane() / 31, 1));
+  fine.agree();
+  return fine.cost < best.cost ? fine.most : best.most;
 }
 
 // By one warp.
 DEVICE void make_schedule(const Params& p, Schedule& s) {
-  int runs = 0;
-  for (int begin = 0; begin < p.rows; begin += 32) {
-    const int row = begin + lane();
-    const bool leads = row < p.rows && load_fixed_int(p.counts + row) > 0 && load_fixed_int(p.positions + row) >= 0;
-    const u32 leaders = vote(leads);
-    if (leads) {
-      const int run = runs + popcount(leaders & ((1u << lane()) - 1u));
-      s.first[run] = row;
-      s.count[run] = smaller(load_fixed_int(p.counts + row), p.rows - row);
-      s.start[run] = load_fixed_int(p.positions + row);
-      s.slot[run] = load_fixed_int(p.slots + row);
-    }
-    runs += popcount(leaders);
+  list_blocks(p, s);
+  const int most = best_limit(p, s), at = smaller(lane(), larger(s.blocks - 1, 0));
+  const bool exists = lane() < s.blocks;
+  const int first = s.first[at], count = s.count[at], start = s.start[at], slot = s.slot[at];
+  const int query = s.query[at], queries = s.queries[at], all = ceil_div(start, KEY_TILE);
+  const int wanted = parts_of(s.work[at], divide(1.0f, most));
+  const int tiles = larger(ceil_div(all, wanted), 1), parts = larger(ceil_div(all, tiles), 1);
+  const int work = exists ? tiles * tall(queries) : -1;
+  int place = 0;
+#pragma unroll 1
+  for (int other = 0; other < MAX_ROWS; ++other) {
+    const int others = shuffle(work, other);
+    place += others > work || (others == work && other < lane()) ? 1 : 0;
   }
-  if (lane() == 0) s.runs = runs;
   sync_warp();
-  // The cheapest choice; the last one does not split.
-  const int choice = lane() < CHOICES ? lane() : CHOICES - 1;
-  int tasks;
-  int cost = part_cost(p, s, choice, tasks);
-  if (choice < CHOICES - 1 && tasks > p.split_tasks) cost = 0x3fffffff;
-  int best = choice;
-  for (int mask = 1; mask < 32; mask *= 2) {
-    const int other_cost = shuffle(cost, lane() ^ mask), other = shuffle(best, lane() ^ mask);
-    if (other_cost < cost || (other_cost == cost && other > best)) {
-      cost = other_cost;
-      best = other;
-    }
+  if (exists) {
+    s.first[place] = first;
+    s.count[place] = count;
+    s.start[place] = start;
+    s.slot[place] = slot;
+    s.query[place] = query;
+    s.queries[place] = queries;
+    s.tiles[place] = tiles;
+    s.parts[place] = parts;
   }
+  sync_warp();
   if (lane() == 0) {
     int base = 0;
 #pragma unroll 1
-    for (int run = 0; run < runs; ++run) {
-      const int all = ceil_div(s.start[run], KEY_TILE);
-      const int wanted = parts_of(s.start[run], best);
-      s.tiles[run] = larger(ceil_div(all, wanted), 1);
-      s.parts[run] = larger(ceil_div(all, s.tiles[run]), 1);
-      s.base[run] = base;
-      base += query_blocks(p, s.count[run]) * p.kv_heads * s.parts[run];
+    for (int block = 0; block < s.blocks; ++block) {
+      s.base[block] = base;
+      base += p.kv_heads * s.parts[block];
     }
-    s.base[runs] = s.tasks = base;
+    s.base[s.blocks] = s.tasks = base;
   }
   sync_warp();
 }
@@ -105,34 +167,34 @@ DEVICE int place(const Params& p, int slot, int head, int position) {
 struct Task {
   int first, count, start, slot, head;  // of the run
   int block, queries;                   // first query row; end of the task's
-  int tall;                             // groups of 16 query rows, rounded up to 1, 2 or 4; the other warps share keys
+  int tall;                             // groups of 16 query rows; the other warps share keys
   int tile, old_tiles, new_tiles;       // first tile of cached keys; tiles of cached keys and of the run's own
   int part, parts;
+  int ticket;                           // of its parts
 
   Task() = default;
   DEVICE Task(const Params& p, const Schedule& s, int id) {
-    int run = 0;
-    while (s.base[run + 1] <= id) ++run;
-    first = s.first[run];
-    count = s.count[run];
-    start = s.start[run];
-    slot = s.slot[run];
-    parts = s.parts[run];
-    const int inside = id - s.base[run], rest = inside / parts;
-    part = inside - rest * parts;
-    block = rest / p.kv_heads;
-    head = rest - block * p.kv_heads;
-    block *= QUERY_BLOCK;
-    queries = smaller(count * (p.heads / p.kv_heads), block + QUERY_BLOCK);
-    const int rows = ceil_div(queries - block, 16);
-    tall = rows <= 1 ? 1 : rows <= 2 ? 2 : 4;
-    tile = part * s.tiles[run];
-    old_tiles = smaller(s.tiles[run], ceil_div(start, KEY_TILE) - tile);
+    int at = 0;
+    while (s.base[at + 1] <= id) ++at;
+    first = s.first[at];
+    count = s.count[at];
+    start = s.start[at];
+    slot = s.slot[at];
+    parts = s.parts[at];
+    const int inside = id - s.base[at];
+    head = inside / parts;
+    part = inside - head * parts;
+    block = s.query[at];
+    queries = block + s.queries[at];
+    tall = ::tall(s.queries[at]);
+    tile = part * s.tiles[at];
+    old_tiles = smaller(s.tiles[at], ceil_div(start, KEY_TILE) - tile);
     new_tiles = part == parts - 1 ? ceil_div(count, KEY_TILE) : 0;
+    ticket = at * p.kv_heads + head;
   }
 };
 
-constexpr int PLACES = 64;
+constexpr int PLACES = 128;
 
 // This SM's first task, the same in all layers.
 struct Plan {
