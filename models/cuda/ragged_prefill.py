@@ -12,8 +12,9 @@ from models.batch import IntArray
 from models.cuda.heads import HeadShape
 from models.rows import Runs
 
-_WORKSPACE_BYTES = 128 << 20
-"""What FlashInfer's documentation recommends."""
+DOCUMENTED_BYTES = 128 << 20
+"""The workspace that FlashInfer's documentation recommends."""
+_TILES_PER_PROCESSOR = 2
 _PLANS = 2
 """Plans that may be queued; a plan's host memory is reused once the device has read it."""
 
@@ -21,6 +22,23 @@ _PLANS = 2
 def flashinfer_present() -> bool:
     """Whether FlashInfer can be imported."""
     return importlib.util.find_spec("flashinfer") is not None
+
+
+def workspace_bytes(shape: HeadShape, processors: int) -> int:
+    """The most that a plan takes of the workspace, and no less than is recommended, which does not do for 64 query heads.
+
+    By `PrefillPlan` of FlashInfer 0.6.13 (attention/scheduler.cuh; 0.6.18 alike). A plan that leaves keys whole takes nothing.
+    One that splits them has `_TILES_PER_PROCESSOR` tiles for each multiprocessor at most, over all KV heads, and takes a float32
+    sum of values and a float32 scale for every row of a tile and every query head, those of other KV heads among them.
+
+    Args:
+        shape: of the heads on this device.
+        processors: its multiprocessors, counted as FlashInfer counts them: as this process sees them, which MPS may limit.
+    """
+    tiles = _TILES_PER_PROCESSOR * processors // shape.kv_heads
+    # The plan's tallest; it takes lower ones where runs are short.
+    rows = 128 if shape.head_dim < 256 else 64
+    return max(shape.heads * tiles * rows * (shape.head_dim + 1) * torch.float32.itemsize, DOCUMENTED_BYTES)
 
 
 class RaggedPrefill:
@@ -37,7 +55,9 @@ class RaggedPrefill:
 
         self._shape = shape
         self._dtype = dtype
-        workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        # FlashInfer's own 8 MiB of tiles' and rows' numbers last for steps of hundreds of thousands of rows.
+        workspace = torch.empty(workspace_bytes(shape, processors), dtype=torch.uint8, device=device)
         self._plans: list[tuple[Any, torch.cuda.Event]] = [
             (BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="HND", backend="fa2"), torch.cuda.Event())  # type: ignore[no-untyped-call]
             for _ in range(_PLANS)

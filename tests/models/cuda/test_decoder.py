@@ -13,10 +13,11 @@ import torch
 
 from models.batch import StepOutput
 from models.cuda.decoder import RAGGED_ROWS, CudaDecoder
-from models.cuda.ragged_prefill import flashinfer_present
+from models.cuda.ragged_prefill import DOCUMENTED_BYTES, flashinfer_present
 from models.rows import Rows
 from models.torch_runner import TorchRunner
 from tests.models.cuda import stage
+from tests.models.cuda.splitting import fullest, planned
 from tests.models.cuda.stage import Inactive, Run
 from tests.models.test_torch_runner import MODELS
 from tests.models.tiny import tiny_model
@@ -269,3 +270,29 @@ def test_flashinfer_equals_the_tiled_kernel(tmp_path: Path, monkeypatch: pytest.
         assert difference(*outputs) < 0.02
     assert ragged.fast._ragged is not None
     assert tiled.fast._ragged is None
+
+
+@pytest.mark.skipif(not flashinfer_present(), reason="needs flashinfer")
+def test_flashinfer_splits_keys_beyond_the_documented_workspace(tmp_path: Path) -> None:
+    """The heads of Qwen3-32B; two long runs are split into as many tiles as the GPU has room for."""
+    context, processors = 4096, torch.cuda.get_device_properties("cuda").multi_processor_count
+    shape = WIDER | {"heads": 64, "kv_heads": 8}
+    directory = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16, context=context, layers=1, **shape)
+    fast = CudaDecoder.load(directory, page_size=PAGE)
+    lengths = fullest(fast.shape, processors, context)
+    expected = planned(lengths, fast.shape, processors)
+    if expected.taken <= DOCUMENTED_BYTES:
+        pytest.skip(f"{processors} multiprocessors need no more")
+    table, generator = stage.page_table(2, context, PAGE), np.random.default_rng(0)
+    fast.allocate_kv(table.size)
+    before, runs = [
+        [(slot, start, generator.integers(0, 256, end - start).tolist()) for slot, (start, end) in enumerate(spans)]
+        for spans in ([(0, end - rows) for rows, end in lengths], [(end - rows, end) for rows, end in lengths])
+    ]
+    fast.forward(stage.device_rows(before, table, "cuda", last_only=True))
+    rows = stage.device_rows(runs, table, "cuda")
+    tiled, ragged = fast.forward(rows), fast.forward(rows, stage.runs_of(runs))
+    assert fast._ragged is not None
+    plan = [int(word) for word in fast._ragged._plans[-1][0]._plan_info]
+    assert (bool(plan[14]), plan[0], plan[3]) == (expected.split, expected.tiles, expected.rows)
+    assert difference(ragged, tiled) < 0.02
