@@ -6,22 +6,43 @@ import ctypes
 import hashlib
 import itertools
 import math
+import os
 import shutil
 import struct
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from models.cuda.mega_params import Params
 from models.cuda.mega_weights import MegaWeights
-from models.cuda.megakernel import variant_flags
+from models.cuda.megakernel import MAX_ROWS, variant_flags
 from models.cuda.tensor_map import MAP_BYTES, Boxes
 
 SOURCES = Path(__file__).parents[3] / "models" / "cuda" / "mega"
 EMULATOR = Path(__file__).parent / "emulator"
 COMPILER = shutil.which("g++")
+
+
+class Task(NamedTuple):
+    """A task of attention: mega/schedule.cuh, field by field; `rows` is its `count`."""
+
+    first: int
+    rows: int
+    start: int
+    slot: int
+    head: int
+    block: int
+    queries: int
+    tall: int
+    tile: int
+    old_tiles: int
+    new_tiles: int
+    part: int
+    parts: int
+    ticket: int
 
 
 class EmulatedLauncher:
@@ -31,6 +52,7 @@ class EmulatedLauncher:
         self.seed = 0
         self._library = ctypes.CDLL(str(_build((*variant_flags(weights), *flags))))
         assert self._library.params_size() == ctypes.sizeof(Params)
+        assert self._library.task_size() == ctypes.sizeof(ctypes.c_int) * len(Task._fields)
 
     def encode(self, boxes: Boxes) -> bytes:
         """See emulator/emulated_device.h."""
@@ -39,6 +61,15 @@ class EmulatedLauncher:
     def launch(self, params: Params, rows: int, grid: int) -> None:
         """Run it to its end."""
         assert self._library.emulate(ctypes.byref(params), rows, grid, self.seed) == 0, "deadlock"
+
+    def schedule(self, params: Params, grid: int) -> list[Task]:
+        """Attention's tasks, in their order; of `params` only what they depend on need be set."""
+        fields = len(Task._fields)
+        room = max(params.split_tasks, MAX_ROWS * params.kv_heads)
+        words = (ctypes.c_int * (room * fields))()
+        count = self._library.emulate_schedule(ctypes.byref(params), grid, words, room)
+        assert 0 <= count <= room, "deadlock" if count == -1 else f"{count} tasks"
+        return [Task(*words[at : at + fields]) for at in range(0, count * fields, fields)]
 
 
 def encode(boxes: Boxes) -> bytes:
@@ -70,7 +101,7 @@ def _build(flags: tuple[str, ...]) -> Path:
     target = Path(tempfile.gettempdir()) / "trouterd-emulator" / f"{digest.hexdigest()[:32]}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_suffix(".part")
+        part = target.with_suffix(f".{os.getpid()}")  # other processes may be at it too
         command = [COMPILER, "-std=c++17", "-O1", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-fno-strict-aliasing"]
         command += ["-shared", "-fPIC", "-DMEGA_EMULATED", f"-I{EMULATOR}", f"-I{SOURCES}", *flags]
         subprocess.run([*command, "-o", str(part), str(EMULATOR / "emulator.cpp")], check=True)

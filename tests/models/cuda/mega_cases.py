@@ -20,6 +20,8 @@ from models.rows import Rows
 from models.torch_runner import TorchRunner
 
 SLOTS = 64
+# Parts of one tile that cost nothing, in several turns, so that short contexts are split as well.
+PARTS = ("-DMEGA_LEAST_TURNS=4", "-DMEGA_LEAST_TILES=1", "-DMEGA_MERGE_COST=0", "-DMEGA_PART_COST(queries)=0")
 
 
 def mega_weights(decoder: Decoder, config: ModelConfig, grid: int, device: torch.device) -> MegaWeights:

@@ -13,14 +13,12 @@ from models.config import ModelError
 from models.cuda.mega_weights import MegaWeights
 from models.cuda.megakernel import GpuLauncher
 from tests.models.cuda.emulated import COMPILER, EmulatedLauncher
-from tests.models.cuda.mega_cases import Pair
+from tests.models.cuda.mega_cases import PARTS, Pair
 from tests.models.tiny import tiny_model
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
-# Parts of one tile that cost nothing, in several turns, so that short contexts are split as well; fewer stages than tiles have
-# chunks, and no multiple of the warps.
-PARTS = ("-DMEGA_LEAST_TURNS=4", "-DMEGA_LEAST_TILES=1", "-DMEGA_MERGE_COST=0", "-DMEGA_PART_COST(queries)=0")
+# Fewer stages than tiles have chunks, and no multiple of the warps.
 FLAGS = (*PARTS, "-DMEGA_STAGES=9")
 # Tiles of 8 units whose chunks are one block, 26 of them; tiles of few units, whose chunks are up to five blocks.
 SHAPES: dict[str, tuple[int, dict[str, Any]]] = {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <random>
 #include <vector>
@@ -29,22 +30,11 @@ ucontext_t scheduler;
 std::vector<Copy> copies;
 std::mt19937 random_numbers;
 u64 rounds;
-
-struct Launch {
-  const Params* params;
-  int rows;
-  std::vector<std::unique_ptr<unsigned char[]>> memory;
-} launch;
+std::function<void()> code;  // of every thread
 
 void start() {
+  code();
   Fiber& own = *current;
-  unsigned char* memory = launch.memory[own.cta].get();
-  memory += 1024 - reinterpret_cast<uintptr_t>(memory) % 1024;
-  switch (launch.rows) {
-    case 8: forward<8>(*launch.params, memory); break;
-    case 16: forward<16>(*launch.params, memory); break;
-    default: std::abort();
-  }
   own.done = true;
   ++events;
   swapcontext(&own.context, &scheduler);
@@ -108,30 +98,20 @@ void queue_copy(void* to, std::vector<unsigned char> data, u64* barrier) {
   copies.push_back({to, std::move(data), barrier, rounds + random_numbers() % (random_numbers() % 8 ? 4 : 40)});
 }
 
-}  // namespace emulator
-
-// Returns 0, or 1 after a deadlock.
-extern "C" int emulate(const Params* params, int rows, int grid, u32 seed) {
-  using namespace emulator;
-  emulator::grid = grid;
+// Runs code by so many blocks of so many threads. Returns 0, or 1 after a deadlock.
+int run(int count, int threads, u32 seed, std::function<void()> own) {
+  code = std::move(own);
   random_numbers.seed(seed);
   copies.clear();
   rounds = 0;
-  launch.params = params;
-  launch.rows = rows;
-  launch.memory.clear();
-  std::vector<Block> blocks(grid);
-  std::vector<Warp> warps(grid * THREADS / 32);
-  std::vector<Fiber> fibers(grid * THREADS);
+  std::vector<Block> blocks(count);
+  std::vector<Warp> warps(count * threads / 32);
+  std::vector<Fiber> fibers(count * threads);
   std::vector<std::unique_ptr<unsigned char[]>> stacks;
-  for (int block = 0; block < grid; ++block) {
-    launch.memory.emplace_back(new unsigned char[sizeof(Shared) + 1024]);
-    std::memset(launch.memory.back().get(), 0xff, sizeof(Shared) + 1024);
-  }
   for (size_t i = 0; i < fibers.size(); ++i) {
     Fiber& fiber = fibers[i];
-    fiber.cta = i / THREADS;
-    fiber.thread = i % THREADS;
+    fiber.cta = i / threads;
+    fiber.thread = i % threads;
     fiber.block = &blocks[fiber.cta];
     fiber.warp = &warps[i / 32];
     stacks.emplace_back(new unsigned char[STACK]);
@@ -156,5 +136,40 @@ extern "C" int emulate(const Params* params, int rows, int grid, u32 seed) {
   return 1;
 }
 
+}  // namespace emulator
+
+// Returns 0, or 1 after a deadlock.
+extern "C" int emulate(const Params* params, int rows, int grid, u32 seed) {
+  emulator::grid = grid;
+  std::vector<std::unique_ptr<unsigned char[]>> memory;
+  for (int block = 0; block < grid; ++block) {
+    memory.emplace_back(new unsigned char[sizeof(Shared) + 1024]);
+    std::memset(memory.back().get(), 0xff, sizeof(Shared) + 1024);
+  }
+  return emulator::run(grid, THREADS, seed, [&] {
+    unsigned char* own = memory[cta()].get();
+    own += 1024 - reinterpret_cast<uintptr_t>(own) % 1024;
+    switch (rows) {
+      case 8: forward<8>(*params, own); break;
+      case 16: forward<16>(*params, own); break;
+      default: std::abort();
+    }
+  });
+}
+
+// Attention's tasks on so many SMs, made by one warp as each SM makes them. Returns how many there are, of which the first `room`
+// are written, or -1 after a deadlock.
+extern "C" int emulate_schedule(const Params* params, int grid, Task* tasks, int room) {
+  emulator::grid = grid;
+  Schedule schedule;
+  std::memset(&schedule, 0xff, sizeof schedule);
+  const int failed = emulator::run(1, 32, 0, [&] {
+    make_schedule(*params, schedule);
+    for (int id = lane(); id < smaller(schedule.tasks, room); id += 32) tasks[id] = Task(*params, schedule, id);
+  });
+  return failed ? -1 : schedule.tasks;
+}
+
 extern "C" int params_size() { return sizeof(Params); }
 extern "C" int shared_size() { return sizeof(Shared); }
+extern "C" int task_size() { return sizeof(Task); }
