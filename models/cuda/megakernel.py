@@ -21,8 +21,8 @@ from models.rows import Rows
 MAX_ROWS = 16
 DIVIDED_ROWS = 12
 """Larger steps go another way, which is faster there: where the kernel has most of the multiprocessors, and where half of them or
-fewer. On an H200 decode steps of 16 and 24 rows took at 1,024 tokens 1.58 and 2.46 ms of Qwen3-0.6B with R2R's head (2.41 ms of 32
-rows by cuBLAS and Triton), 17.2 and 21.3 ms of Qwen3-32B (20.0 ms of 32); on 40 %, by an earlier kernel, 4 and 16 rows of
+fewer. On an H200, by earlier kernels, decode steps of 16 and 24 rows took at 1,024 tokens 1.58 and 2.46 ms of Qwen3-0.6B with
+R2R's head (2.41 ms of 32 rows by cuBLAS and Triton), 17.2 and 21.3 ms of Qwen3-32B (20.0 ms of 32); on 40 % 4 and 16 rows of
 Qwen3-0.6B at 600 tokens 1.12 and 2.01 ms (1.43 and 1.78)."""
 _HALF = 0.5
 ROW_COUNTS = (8, 16)

@@ -411,13 +411,14 @@ struct Attention {
     const int block = task.block + 16 * sixteen, old = task.old_tiles;
     const int tiles = block < task.queries ? old + task.new_tiles : 0;
     Keys keys;
-    // One lane has the first tile's place, the next one that of the tile after it.
-    const int early = mine + (lane() & 1) * warps, place = early < old ? begin(task, planned, early) : 0;
-    int row = shuffle(place, 1);  // of the next tile of cached keys
+    // One lane finds the first tile of cached keys, the next one that after it.
+    const int early = mine + (lane() & 1) * warps, found = early < old ? begin(task, planned, early) : 0;
+    const int first = shuffle(found, 0);
+    int row = shuffle(found, 1);  // of the next tile
     if (mine < smaller(old, tiles)) {
-      load_k(shuffle(place, 0), keys);
-      load_v(shuffle(place, 0), left(task, mine), keys);
-      if (lane() == 1 && early < old) ask_for(row);
+      load_k(first, keys);
+      load_v(first, left(task, mine), keys);
+      if (sixteen == 0 && lane() == 1 && early < old) ask_for(row);
     }
     int rows[2];  // the run's row of each half's query row
 #pragma unroll

@@ -34,7 +34,6 @@ DEVICE void sync_warp() { __syncwarp(); }
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
 DEVICE int shuffle(int value, int source) { return __shfl_sync(~0u, value, source); }
 DEVICE u32 vote(bool value) { return __ballot_sync(~0u, value); }
-DEVICE int popcount(u32 bits) { return __popc(bits); }
 
 // To the compiler it is another value from here on.
 template <class T>

@@ -1,22 +1,24 @@
 // Attention's work list, made once per launch: lengths are the same in every layer.
 //
-// A block is up to 64 query rows of a run. With one KV head it is a task or, over parts of the run's cached keys, several; the
+// A block is up to 64 query rows of a run. For each KV head it is one task or, over parts of the run's cached keys, several; the
 // last part also holds the run's own keys. Query row i * group + h is row i of the run, query head h of the group.
-// An SM's second task takes longer than parts save. So parts are made as short as leaves every SM with no more tasks than whole
-// blocks would; where that is more than one, the longest come first, and every other turn through the SMs goes backwards.
+// Parts are cut by work, which is keys times groups of 16 query rows, with the limit that costs least. The longest tasks come
+// first, and every other turn through the SMs goes backwards.
 #pragma once
 
 constexpr int KEY_TILE = 16;       // keys that a warp takes at once
 constexpr int QUERY_BLOCK = 64;    // query rows of a task; they and 64 own keys fill the memory
 constexpr int MERGED_AT_ONCE = 4;  // parts that a thread waits for at once
 
-// Costs are in tiles that an SM takes for 16 query rows, 0.1 to 0.2 us each on an H200: of a part at least, since each warp waits
-// for its own; and of merging parts, for any and for each. Parts may take so many turns, if not more.
-#ifndef MEGA_LEAST_TURNS
-#define MEGA_LEAST_TURNS 1
-#define MEGA_LEAST_TILES WARPS
-#define MEGA_MERGE_COST 8
-#define MEGA_PART_COST(queries) (0.6f + (queries) / 16.0f)
+// Costs are in tiles that an SM takes for 16 query rows, 0.1 to 0.2 us each on an H200.
+#ifndef MEGA_ROUND_TILES
+#define MEGA_ROUND_TILES WARPS  // each warp takes one at a time
+#endif
+#ifndef MEGA_MERGE_COST  // of a block in parts
+#define MEGA_MERGE_COST(parts, queries) (8 + ceil_div(parts, MERGED_AT_ONCE) * MERGED_AT_ONCE * (0.6f + (queries) / 16.0f))
+#endif
+#ifndef MEGA_TURNS_COST  // of turns after the first; `share` is an SM's part of all work
+#define MEGA_TURNS_COST(turns, share) ((turns) > 1 ? 48 * ((turns) - 1) + (share) : 0.0f)
 #endif
 
 struct Schedule {
@@ -24,7 +26,7 @@ struct Schedule {
   int first[MAX_ROWS], count[MAX_ROWS], start[MAX_ROWS], slot[MAX_ROWS];  // of a block's run
   int query[MAX_ROWS];             // first query row of the block
   int queries[MAX_ROWS];           // its query rows
-  int work[MAX_ROWS];              // its tiles of cached keys times their groups of query rows
+  int work[MAX_ROWS];              // before the blocks are sorted: tiles of cached keys times groups of query rows
   int tiles[MAX_ROWS];             // key tiles of a part
   int parts[MAX_ROWS];
   int base[MAX_ROWS + 1];          // first task
@@ -32,7 +34,7 @@ struct Schedule {
 static_assert(MAX_ROWS <= 32, "a lane for each row, and for each block: a run of n rows has n blocks at most");
 
 // Groups of 16 query rows, rounded up to 1, 2 or 4: the warps of a task are dealt to them, those of one group share its keys.
-DEVICE int tall(int queries) {
+DEVICE int groups_of(int queries) {
   const int rows = ceil_div(queries, 16);
   return rows <= 2 ? rows : 4;
 }
@@ -59,34 +61,36 @@ DEVICE void list_blocks(const Params& p, Schedule& s) {
     s.slot[at] = load_fixed_int(p.slots + row);
     s.query[at] = query;
     s.queries[at] = smaller(queries - query, QUERY_BLOCK);
-    s.work[at] = ceil_div(s.start[at], KEY_TILE) * tall(s.queries[at]);
+    s.work[at] = ceil_div(s.start[at], KEY_TILE) * groups_of(s.queries[at]);
   }
   if (lane() == 0) s.blocks = blocks;
   sync_warp();
 }
 
-// Parts of so much work, tiles times groups of query rows, of which none has more than `most`.
+// work / divisor, rounded up, at least 1; up to 10,000ths, which is as good to both users.
 DEVICE int parts_of(int work, float inverse) { return larger(static_cast<int>(work * inverse + 0.9999f), 1); }
 
-// How long the longest block takes, if no part has more work than this.
+// What a step's attention takes, if parts have up to so much work.
 struct Limit {
-  int most;
+  int most, turns;
   float cost;
 
   DEVICE Limit(const Params& p, const Schedule& s, int most) : most(most), cost(0.0f) {
     const float inverse = divide(1.0f, most);
-    int tasks = 0;
+    int tasks = 0, work = 0;
 #pragma unroll 2
     for (int block = 0; block < s.blocks; ++block) {
-      const int work = s.work[block], parts = parts_of(work, inverse);
-      const int own = ceil_div(parts_of(work, divide(1.0f, parts)), MEGA_LEAST_TILES) * MEGA_LEAST_TILES;
-      const int waits = ceil_div(parts, MERGED_AT_ONCE) * MERGED_AT_ONCE;
-      const float merged = parts > 1 ? MEGA_MERGE_COST + waits * MEGA_PART_COST(s.queries[block]) : 0.0f;
-      cost = fmaxf(cost, own + merged);
+      const int own = s.work[block], parts = parts_of(own, inverse), part = parts_of(own, divide(1.0f, parts));
+      const float merged = parts > 1 ? MEGA_MERGE_COST(parts, s.queries[block]) : 0.0f;
+      cost = fmaxf(cost, ceil_div(part, MEGA_ROUND_TILES) * MEGA_ROUND_TILES + merged);
       tasks += parts;
+      work += own;
     }
-    const int turns = larger(ceil_div(s.blocks * p.kv_heads, ctas()), MEGA_LEAST_TURNS);
-    if (tasks > s.blocks && tasks * p.kv_heads > smaller(turns * ctas(), p.split_tasks)) cost = 1e30f;
+    const bool split = tasks > s.blocks;
+    tasks *= p.kv_heads;
+    turns = ceil_div(tasks, ctas());
+    cost += MEGA_TURNS_COST(turns, work * p.kv_heads * divide(1.0f, ctas()));
+    if (split && tasks > p.split_tasks) cost = 1e30f;
   }
   // The cheapest of all lanes, of equals the one with the longest parts.
   DEVICE void agree() {
@@ -107,14 +111,19 @@ DEVICE int best_limit(const Params& p, const Schedule& s) {
   int longest = 1;
 #pragma unroll 1
   for (int block = 0; block < s.blocks; ++block) longest = larger(longest, s.work[block]);
-  // The longest block in 1, 2, ... 32 parts; then what lies between the neighbours of the best of these.
-  Limit best(p, s, ceil_div(longest, lane() + 1));
-  best.agree();
-  const int parts = ceil_div(longest, best.most), shorter = ceil_div(longest, parts + 1);
-  const int longer = ceil_div(longest, larger(parts - 1, 1));
+  // The longest block in 1, 2, ... 16 parts and, further apart, up to as many as there are SMs for a KV head. Then what lies between
+  // the neighbours of the best one that takes no more turns than whole blocks: with so few tasks each SM counts.
+  const int apart = larger(ceil_div(ctas() / p.kv_heads - 16, 16), 1);
+  Limit any(p, s, ceil_div(longest, lane() < 16 ? lane() + 1 : 16 + (lane() - 15) * apart)), rough = any;
+  any.agree();
+  if (rough.turns > ceil_div(s.blocks * p.kv_heads, ctas())) rough.cost = 1e30f;
+  rough.agree();
+  const int parts = ceil_div(longest, rough.most), step = parts < 16 ? 1 : apart;
+  const int shorter = ceil_div(longest, parts + 2 * step), longer = ceil_div(longest, larger(parts - step, 1));
   Limit fine(p, s, larger(shorter + (longer - shorter) * lane() / 31, 1));
   fine.agree();
-  return fine.cost < best.cost ? fine.most : best.most;
+  if (rough.cost < any.cost) any = rough;
+  return fine.cost < any.cost ? fine.most : any.most;
 }
 
 // By one warp.
@@ -126,23 +135,23 @@ DEVICE void make_schedule(const Params& p, Schedule& s) {
   const int query = s.query[at], queries = s.queries[at], all = ceil_div(start, KEY_TILE);
   const int wanted = parts_of(s.work[at], divide(1.0f, most));
   const int tiles = larger(ceil_div(all, wanted), 1), parts = larger(ceil_div(all, tiles), 1);
-  const int work = exists ? tiles * tall(queries) : -1;
-  int place = 0;
+  const int work = exists ? tiles * groups_of(queries) : -1;
+  int rank = 0;
 #pragma unroll 1
   for (int other = 0; other < MAX_ROWS; ++other) {
     const int others = shuffle(work, other);
-    place += others > work || (others == work && other < lane()) ? 1 : 0;
+    rank += others > work || (others == work && other < lane()) ? 1 : 0;
   }
   sync_warp();
   if (exists) {
-    s.first[place] = first;
-    s.count[place] = count;
-    s.start[place] = start;
-    s.slot[place] = slot;
-    s.query[place] = query;
-    s.queries[place] = queries;
-    s.tiles[place] = tiles;
-    s.parts[place] = parts;
+    s.first[rank] = first;
+    s.count[rank] = count;
+    s.start[rank] = start;
+    s.slot[rank] = slot;
+    s.query[rank] = query;
+    s.queries[rank] = queries;
+    s.tiles[rank] = tiles;
+    s.parts[rank] = parts;
   }
   sync_warp();
   if (lane() == 0) {
@@ -186,7 +195,7 @@ struct Task {
     part = inside - head * parts;
     block = s.query[at];
     queries = block + s.queries[at];
-    tall = ::tall(s.queries[at]);
+    tall = groups_of(s.queries[at]);
     tile = part * s.tiles[at];
     old_tiles = smaller(s.tiles[at], ceil_div(start, KEY_TILE) - tile);
     new_tiles = part == parts - 1 ? ceil_div(count, KEY_TILE) : 0;

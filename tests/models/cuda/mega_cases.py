@@ -20,8 +20,8 @@ from models.rows import Rows
 from models.torch_runner import TorchRunner
 
 SLOTS = 64
-# Parts of one tile that cost nothing, in several turns, so that short contexts are split as well.
-PARTS = ("-DMEGA_LEAST_TURNS=4", "-DMEGA_LEAST_TILES=1", "-DMEGA_MERGE_COST=0", "-DMEGA_PART_COST(queries)=0")
+# Parts cost nothing, nor do turns: as many as there is room for, so that short contexts are split as well.
+PARTS = ("-DMEGA_ROUND_TILES=1", "-DMEGA_MERGE_COST(parts,queries)=0", "-DMEGA_TURNS_COST(turns,share)=0")
 
 
 def mega_weights(decoder: Decoder, config: ModelConfig, grid: int, device: torch.device) -> MegaWeights:
@@ -108,6 +108,21 @@ class Pair:
         self.lengths = np.zeros(SLOTS, np.int64)
         self._held = np.zeros(SLOTS, np.int64)
 
+    def fill(self, slot: int, length: int) -> None:
+        """Give a slot a context of random keys and values, without a step."""
+        self._hold(slot, length)
+        self.lengths[slot] = length
+        at = np.arange(length)
+        pages = torch.from_numpy(self.table[slot, at // self.page_size].astype(np.int64))
+        inside = torch.from_numpy(at % self.page_size)
+        for cache, kind in ((self.k_cache, "_keys"), (self.v_cache, "_values")):
+            for layer, own in enumerate(cache):
+                rows = torch.randn(own.shape[1], length, own.shape[3]).to(cache.dtype)
+                own[pages.to(self.device), :, inside.to(self.device)] = rows.transpose(0, 1).to(self.device)
+                for runner in (self.exact, self.rounded):
+                    pool = getattr(runner._attention, kind)[layer]
+                    pool.view(len(rows), -1, self.page_size, own.shape[3])[:, pages, inside] = rows.to(pool.dtype)
+
     def batch(self, runs: Sequence[tuple[int, Sequence[int]]], wanted: Sequence[int] | None = None) -> Batch:
         """Further tokens of slots; `wanted` rows (None: the last of each run) give logits."""
         tokens = [token for _, part in runs for token in part]
@@ -115,9 +130,7 @@ class Pair:
         slots = np.concatenate([np.full(len(part), slot) for slot, part in runs])
         for slot, part in runs:
             self.lengths[slot] += len(part)
-            while self._held[slot] * self.page_size < self.lengths[slot]:
-                self.table[slot, self._held[slot]] = self._free.pop()
-                self._held[slot] += 1
+            self._hold(slot, self.lengths[slot])
         last = np.cumsum([len(part) for _, part in runs]) - 1
         rows = last if wanted is None else np.asarray(wanted)
         return Batch(np.asarray(tokens), positions, slots, self.table, rows, np.zeros(len(rows), np.int64))
@@ -145,6 +158,12 @@ class Pair:
             page_table=torch.from_numpy(batch.page_table).to(self.device),
             logit_rows=torch.from_numpy(wanted).to(self.device),
         )
+
+    def _hold(self, slot: int, tokens: int) -> None:
+        """Have pages for so many."""
+        while self._held[slot] * self.page_size < tokens:
+            self.table[slot, self._held[slot]] = self._free.pop()
+            self._held[slot] += 1
 
     def check(
         self, runs: Sequence[tuple[int, Sequence[int]]], wanted: Sequence[int] | None = None, idle: int = 0

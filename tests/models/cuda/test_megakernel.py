@@ -90,6 +90,31 @@ def test_steps_equal_the_reference(tmp_path: Path, name: str, device: str) -> No
         pair.check(runs, idle=0 if sum(len(part) for _, part in runs) in (8, 16) else 2)
 
 
+# Query heads of a KV head, KV heads, SMs; contexts and new rows: whole rounds of tiles and others, more tiles than an SM plans
+# ahead, one to four groups of query rows, several turns.
+LONG: list[tuple[int, int, int, list[tuple[int, int]]]] = [
+    (2, 2, 5, [(255, 1), (256, 1), (257, 1), (2060, 1)]),
+    (8, 1, 2, [(6000, 3), (0, 1), (130, 5)]),
+    (8, 2, 7, [(2060, 10), (600, 1), (16, 2)]),
+]
+
+
+@pytest.mark.parametrize(("group", "kv_heads", "grid", "runs"), LONG)
+def test_long_contexts_as_they_are_served(
+    tmp_path: Path, device: str, group: int, kv_heads: int, grid: int, runs: list[tuple[int, int]]
+) -> None:
+    torch.manual_seed(0)
+    shape = {"family": "qwen3", "hidden": 64, "ffn": 64, "heads": group * kv_heads, "context": 6100}
+    tiny_model(tmp_path, vocab=260, dtype=torch.bfloat16, head_dim=64, kv_heads=kv_heads, **shape)
+    launcher = EmulatedLauncher if device == "cpu" else GpuLauncher
+    pair = Pair(tmp_path, launcher, grid=grid, num_pages=600, vocab_size=259, context_length=6100, device=device)
+    for slot, (context, _) in enumerate(runs):
+        pair.fill(slot, context)
+    pair.check([(slot, list(range(rows))) for slot, (_, rows) in enumerate(runs)])
+    # The tokens before lie in pages that steps have written.
+    pair.check([(slot, [slot]) for slot in range(len(runs))], idle=1)
+
+
 def test_a_step_of_inactive_rows_leaves_everything_as_it_is(pair: Pair) -> None:
     pair.check([(40, [1, 2, 3])])
     batch = pair.batch([(40, [4]), (41, [5])])

@@ -26,10 +26,10 @@ torch.set_num_threads(1)
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 SMS = 132
-LONGEST = 20_000
+LONGEST = 100_000
 QUERY_BLOCK = 64
 MERGED_AT_ONCE = 4
-LEAST_TURNS: dict[tuple[str, ...], int] = {(): 1, PARTS: 4}
+FLAGS: list[tuple[str, ...]] = [(), PARTS]
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,14 @@ def steps(draw: st.DrawFn) -> Step:
 
 @st.composite
 def decode_steps(draw: st.DrawFn) -> Step:
-    """One run per row, and an SM for each task of whole blocks."""
-    group, kv_heads = draw(st.sampled_from([1, 2, 8, 64])), draw(st.sampled_from([1, 2, 8]))
-    grid = draw(st.integers(kv_heads, SMS))
-    starts = st.integers(0, LONGEST) | st.integers(0, 1000)
-    contexts = draw(st.lists(starts, min_size=1, max_size=min(MAX_ROWS, grid // kv_heads)))
-    return Step(tuple((1, start) for start in contexts), group, kv_heads, grid)
+    """One run per row."""
+    group, kv_heads, grid = (
+        draw(st.sampled_from([1, 2, 8, 64])),
+        draw(st.sampled_from([1, 2, 8])),
+        draw(st.integers(1, SMS)),
+    )
+    contexts = draw(st.lists(st.integers(0, LONGEST) | st.integers(0, 1000), min_size=1, max_size=MAX_ROWS))
+    return Step(tuple((1, start) for start in contexts), group, kv_heads, grid, 4 * grid)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +83,7 @@ def launchers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...],
     """By flags. Nothing else of the model counts here."""
     shape = {"vocab": 260, "dtype": torch.bfloat16, "head_dim": 64, "hidden": 64, "ffn": 64}
     weights = Pair(tiny_llama(tmp_path_factory.mktemp("schedule"), **shape), EmulatedLauncher, grid=1).weights
-    return {flags: EmulatedLauncher(weights, flags) for flags in LEAST_TURNS}
+    return {flags: EmulatedLauncher(weights, flags) for flags in FLAGS}
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +116,7 @@ def schedule(launcher: EmulatedLauncher, step: Step) -> list[list[Task]]:
     return [list(parts) for _, parts in groupby(tasks, key=lambda task: task.ticket)]
 
 
-@pytest.mark.parametrize("flags", LEAST_TURNS, ids=["real", "parts"])
+@pytest.mark.parametrize("flags", FLAGS, ids=["real", "parts"])
 @settings(max_examples=300)
 @given(step=steps())
 def test_every_key_of_every_query_row_is_in_one_task(
@@ -125,7 +127,7 @@ def test_every_key_of_every_query_row_is_in_one_task(
     for parts in blocks:
         check_parts(parts)
     check_order(step, blocks)
-    check_room(step, blocks, LEAST_TURNS[flags])
+    check_room(step, blocks)
 
 
 def check_queries(step: Step, blocks: Sequence[Sequence[Task]]) -> None:
@@ -165,39 +167,49 @@ def check_order(step: Step, blocks: Sequence[Sequence[Task]]) -> None:
     assert work == sorted(work, reverse=True)
 
 
-def check_room(step: Step, blocks: Sequence[Sequence[Task]], least_turns: int) -> None:
-    """Splitting costs no SM a turn more, and parts have room."""
+def check_room(step: Step, blocks: Sequence[Sequence[Task]]) -> None:
+    """Where anything is split, all tasks have room for their parts."""
     tasks = sum(map(len, blocks))
-    if tasks > len(blocks):
-        assert tasks <= max(least_turns, math.ceil(len(blocks) / step.grid)) * step.grid
-        assert tasks <= step.split_tasks
+    assert tasks == len(blocks) or tasks <= step.split_tasks
 
 
 def tall(queries: int) -> int:
     return next(size for size in (1, 2, 4) if 16 * size >= queries)
 
 
-def cost(work: npt.ArrayLike, parts: npt.ArrayLike, queries: int) -> npt.NDArray[np.float64]:
-    """Of a block whose longest part has so much work: the costs at the top of schedule.cuh, beside the keys' rounds of warps."""
-    waits = np.ceil(np.divide(parts, MERGED_AT_ONCE)) * MERGED_AT_ONCE
-    merge = 8 + waits * (0.6 + queries / 16)
+def block_cost(work: npt.ArrayLike, parts: npt.ArrayLike, queries: int) -> npt.NDArray[np.float64]:
+    """Of blocks whose longest part has so much work: the costs at the top of schedule.cuh."""
+    merge = 8 + np.ceil(np.divide(parts, MERGED_AT_ONCE)) * MERGED_AT_ONCE * (0.6 + queries / 16)
     return np.ceil(np.divide(work, WARPS)) * WARPS + np.where(np.greater(parts, 1), merge, 0)
 
 
+def turns_cost(step: Step, tasks: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """Of tasks beyond the SMs."""
+    turns = np.ceil(np.divide(tasks, step.grid))
+    share = whole_work(step).sum() * step.kv_heads / step.grid
+    return np.where(turns > 1, 48 * (turns - 1) + share, 0)
+
+
+def whole_work(step: Step) -> npt.NDArray[np.int64]:
+    """Of each run's block, of one row each."""
+    starts = np.array([start for _, _, start in step.active()])
+    return -(-starts // KEY_TILE) * tall(step.group)
+
+
 def made_cost(step: Step, blocks: Sequence[Sequence[Task]]) -> float:
-    """Of the block that takes longest, as it was split; one run per row."""
-    return max(float(cost(parts[0].old_tiles * parts[0].tall, len(parts), step.group)) for parts in blocks)
+    """As it was split; one run per row."""
+    longest = max(float(block_cost(parts[0].old_tiles * parts[0].tall, len(parts), step.group)) for parts in blocks)
+    return longest + float(turns_cost(step, sum(map(len, blocks))))
 
 
 def least_cost(step: Step) -> float:
-    """The same by the best of all limits of a part's work that leave every SM with one task."""
-    starts = np.array([start for _, _, start in step.active()])
-    work = -(-starts // KEY_TILE) * tall(step.group)
+    """The same by the best of all limits of a part's work."""
+    work = whole_work(step)
     limits = np.arange(1, max(work.max(), 1) + 1)[:, None]
     parts = np.maximum(-(-work // limits), 1)
-    costs = cost(-(-work // parts), parts, step.group).max(axis=1)
-    allowed = (parts.sum(axis=1) * step.kv_heads <= step.grid) | (parts == 1).all(axis=1)
-    return float(costs[allowed].min())
+    tasks = parts.sum(axis=1) * step.kv_heads
+    costs = block_cost(-(-work // parts), parts, step.group).max(axis=1) + turns_cost(step, tasks)
+    return float(costs[(tasks <= step.split_tasks) | (parts == 1).all(axis=1)].min())
 
 
 @settings(max_examples=400)
@@ -205,7 +217,7 @@ def least_cost(step: Step) -> float:
 def test_no_split_is_much_better(launcher: EmulatedLauncher, step: Step) -> None:
     # Only some limits are tried, near the best up to 1/23 apart. With the next one a block may take its warps a round longer, and
     # another one be merged that need not be.
-    missed = WARPS + float(cost(0, MERGED_AT_ONCE, step.group))
+    missed = WARPS + float(block_cost(0, MERGED_AT_ONCE, step.group))
     assert made_cost(step, schedule(launcher, step)) <= 1.1 * least_cost(step) + missed
 
 
@@ -217,8 +229,8 @@ def test_splits_are_the_best_ones_but_for_few(launcher: EmulatedLauncher) -> Non
         contexts = [chosen.randint(1, most) for _ in range(chosen.randint(1, MAX_ROWS))]
         step = Step(tuple((1, start) for start in contexts), chosen.choice([2, 4, 8]), 8, SMS)
         ratios.append(made_cost(step, schedule(launcher, step)) / least_cost(step))
-    assert np.mean(ratios) < 1.01
-    assert np.mean(np.greater(ratios, 1.1)) < 0.03
+    assert np.mean(ratios) < 1.005
+    assert np.mean(np.greater(ratios, 1.1)) < 0.01
 
 
 def test_the_tallest_run_gets_the_most_parts(launcher: EmulatedLauncher) -> None:
@@ -229,3 +241,18 @@ def test_the_tallest_run_gets_the_most_parts(launcher: EmulatedLauncher) -> None
     assert tiles == {0: [44, 43], 1: [23], 3: [19, 19, 17], 6: [12] * 9 + [11]}
     assert [parts[0].first for parts in blocks] == [6] * 8 + [0] * 8 + [3] * 8 + [1] * 8
     assert [parts[0].head for parts in blocks] == 4 * list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("contexts", "parts"),
+    [
+        ([144], [1]),  # 9 tiles: merging two parts takes longer than the second round
+        ([272], [3]),  # 17 tiles, of which each warp would take up to three
+        ([8000, *[100] * 15], [16, *[1] * 15]),  # the long one goes into a second turn rather than to one SM a head
+        ([1124] * 16, [1] * 16),  # a second turn would take longer
+    ],
+)
+def test_parts_are_made_where_they_pay(launcher: EmulatedLauncher, contexts: list[int], parts: list[int]) -> None:
+    step = Step(tuple((1, context) for context in contexts), group=2, kv_heads=8, grid=SMS)
+    blocks = sorted(schedule(launcher, step), key=lambda block: (block[0].head, block[0].first))
+    assert [len(block) for block in blocks] == 8 * parts

@@ -142,7 +142,6 @@ DEVICE u32 vote(bool value) {
   for (int i = 0; i < 32; ++i) result |= lanes[i].words[0] << i;
   return result;
 }
-DEVICE int popcount(u32 bits) { return __builtin_popcount(bits); }
 
 template <class T>
 DEVICE void keep_apart(T&) {}
