@@ -67,7 +67,7 @@ DEVICE void list_blocks(const Params& p, Schedule& s) {
   sync_warp();
 }
 
-// work / divisor, rounded up, at least 1; up to 10,000ths, which is as good to both users.
+// work / divisor, rounded up, at least 1. For estimates: ten-thousandths do not count, and above 2,048 it may be 1 too many.
 DEVICE int parts_of(int work, float inverse) { return larger(static_cast<int>(work * inverse + 0.9999f), 1); }
 
 // What a step's attention takes, if parts have up to so much work.
@@ -97,10 +97,11 @@ struct Limit {
 #pragma unroll 1
     for (int mask = 1; mask < 32; mask *= 2) {
       const float other_cost = shuffle_xor(cost, mask);
-      const int other = shuffle(most, lane() ^ mask);
+      const int other = shuffle(most, lane() ^ mask), other_turns = shuffle(turns, lane() ^ mask);
       if (other_cost < cost || (other_cost == cost && other > most)) {
         cost = other_cost;
         most = other;
+        turns = other_turns;
       }
     }
   }
@@ -111,8 +112,8 @@ DEVICE int best_limit(const Params& p, const Schedule& s) {
   int longest = 1;
 #pragma unroll 1
   for (int block = 0; block < s.blocks; ++block) longest = larger(longest, s.work[block]);
-  // The longest block in 1, 2, ... 16 parts and, further apart, up to as many as there are SMs for a KV head. Then what lies between
-  // the neighbours of the best one that takes no more turns than whole blocks: with so few tasks each SM counts.
+  // The longest block in 1, 2, ... 32 parts or, from 16 on further apart, a few more than SMs for a KV head; then what lies
+  // around the best one that takes no more turns than whole blocks: with so few tasks each SM counts.
   const int apart = larger(ceil_div(ctas() / p.kv_heads - 16, 16), 1);
   Limit any(p, s, ceil_div(longest, lane() < 16 ? lane() + 1 : 16 + (lane() - 15) * apart)), rough = any;
   any.agree();
@@ -122,7 +123,6 @@ DEVICE int best_limit(const Params& p, const Schedule& s) {
   const int shorter = ceil_div(longest, parts + 2 * step), longer = ceil_div(longest, larger(parts - step, 1));
   Limit fine(p, s, larger(shorter + (longer - shorter) * lane() / 31, 1));
   fine.agree();
-  if (rough.cost < any.cost) any = rough;
   return fine.cost < any.cost ? fine.most : any.most;
 }
 
