@@ -112,7 +112,8 @@ class CudaDecoder:
         """Start a small kernel while the product ahead of it ends; needs compute capability 9.0."""
         self.fast_path: FastPath | None = None
         self._ragged: RaggedPrefill | None = None
-        self._processors = _processors(self.device)
+        self.processors = _processors(self.device)
+        """Multiprocessors that this process may use at once, which MPS may limit."""
 
     @classmethod
     def load(
@@ -289,7 +290,7 @@ class CudaDecoder:
 
     def _ragged_attention(self, rows: Rows, runs: Runs) -> Attend:
         if self._ragged is None:
-            self._ragged = RaggedPrefill(self.shape, self.dtype, self.device)
+            self._ragged = RaggedPrefill(self.shape, self.dtype, self.device, self.processors)
         ragged = self._ragged
         ragged.plan(runs, rows.page_table)
 
@@ -341,7 +342,7 @@ class CudaDecoder:
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
             dtype=self.dtype,
-            processors=self._processors,
+            processors=self.processors,
         )
 
     def _buffers(self, count: int, sums: FusedSums | None) -> _Buffers:

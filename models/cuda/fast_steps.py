@@ -28,10 +28,8 @@ class FastSteps:
         self._decoder = decoder
         self._launcher = launcher
         self._most_rows = served_rows(share)
-        device = decoder.device
-        # Under MPS this is the number of SMs that this process may use at once: all blocks must be resident.
-        processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-        grid = max(1, int(share * processors))
+        # All blocks must be resident at once.
+        grid = max(1, int(share * decoder.processors))
         self.weights = MegaWeights(decoder.config, decoder.weights, vocab_size=decoder.vocab_size, grid=grid)
 
     def attach(self) -> None:

@@ -48,14 +48,14 @@ class RaggedPrefill:
         shape: of the heads.
         dtype: of q, K and V: a 16-bit one.
         device: of the tensors.
+        processors: its multiprocessors, as of `workspace_bytes`.
     """
 
-    def __init__(self, shape: HeadShape, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shape: HeadShape, dtype: torch.dtype, device: torch.device, processors: int) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
         self._shape = shape
         self._dtype = dtype
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
         # FlashInfer's own 8 MiB of tiles' and rows' numbers last for steps of hundreds of thousands of rows.
         workspace = torch.empty(workspace_bytes(shape, processors), dtype=torch.uint8, device=device)
         self._plans: list[tuple[Any, torch.cuda.Event]] = [

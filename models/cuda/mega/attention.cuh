@@ -372,7 +372,7 @@ struct Attention {
       float maximum = -1e30f, sum = 0.0f;
       float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
-      for (int begin = 0; begin < task.parts; begin += MERGED_AT_ONCE) {
+      for (int from = 0; from < task.parts; from += MERGED_AT_ONCE) {
         uint4 raw[MERGED_AT_ONCE];
         float tops[MERGED_AT_ONCE], sums[MERGED_AT_ONCE];
 #pragma unroll
@@ -380,8 +380,8 @@ struct Attention {
           raw[i] = make_uint4(0, 0, 0, 0);
           tops[i] = -1e30f;
           sums[i] = 0.0f;
-          if (begin + i >= task.parts) continue;
-          const int part = id + begin + i;
+          if (from + i >= task.parts) continue;
+          const int part = id + from + i;
           const float* scales = p.partial_sums + (part * QUERY_BLOCK + at.query) * 2;
           raw[i] = load_l2(partial(part, at));
           tops[i] = as_float(load_l2_word(scales));

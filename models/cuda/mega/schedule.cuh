@@ -72,10 +72,11 @@ DEVICE int parts_of(int work, float inverse) { return larger(static_cast<int>(wo
 
 // What a step's attention takes, if parts have up to so much work.
 struct Limit {
-  int most, turns;
+  int most;
   float cost;
 
-  DEVICE Limit(const Params& p, const Schedule& s, int most) : most(most), cost(0.0f) {
+  // `turns`: how many it makes on the SMs.
+  DEVICE Limit(const Params& p, const Schedule& s, int most, int& turns) : most(most), cost(0.0f) {
     const float inverse = divide(1.0f, most);
     int tasks = 0, work = 0;
 #pragma unroll 2
@@ -97,11 +98,10 @@ struct Limit {
 #pragma unroll 1
     for (int mask = 1; mask < 32; mask *= 2) {
       const float other_cost = shuffle_xor(cost, mask);
-      const int other = shuffle(most, lane() ^ mask), other_turns = shuffle(turns, lane() ^ mask);
+      const int other = shuffle(most, lane() ^ mask);
       if (other_cost < cost || (other_cost == cost && other > most)) {
         cost = other_cost;
         most = other;
-        turns = other_turns;
       }
     }
   }
@@ -115,13 +115,14 @@ DEVICE int best_limit(const Params& p, const Schedule& s) {
   // The longest block in 1, 2, ... 32 parts or, from 16 on further apart, a few more than SMs for a KV head; then what lies
   // around the best one that takes no more turns than whole blocks: with so few tasks each SM counts.
   const int apart = larger(ceil_div(ctas() / p.kv_heads - 16, 16), 1);
-  Limit any(p, s, ceil_div(longest, lane() < 16 ? lane() + 1 : 16 + (lane() - 15) * apart)), rough = any;
+  int turns;
+  Limit any(p, s, ceil_div(longest, lane() < 16 ? lane() + 1 : 16 + (lane() - 15) * apart), turns), rough = any;
   any.agree();
-  if (rough.turns > ceil_div(s.blocks * p.kv_heads, ctas())) rough.cost = 1e30f;
+  if (turns > ceil_div(s.blocks * p.kv_heads, ctas())) rough.cost = 1e30f;
   rough.agree();
   const int parts = ceil_div(longest, rough.most), step = parts < 16 ? 1 : apart;
   const int shorter = ceil_div(longest, parts + 2 * step), longer = ceil_div(longest, larger(parts - step, 1));
-  Limit fine(p, s, larger(shorter + (longer - shorter) * lane() / 31, 1));
+  Limit fine(p, s, larger(shorter + (longer - shorter) * lane() / 31, 1), turns);
   fine.agree();
   return fine.cost < any.cost ? fine.most : any.most;
 }

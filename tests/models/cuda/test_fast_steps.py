@@ -48,6 +48,7 @@ def decoder_of(directory: Path, vocab_size: int = VOCAB) -> CudaDecoder:
         "config": config,
         "weights": weights,
         "device": CPU,
+        "processors": 4,
         "dtype": torch.bfloat16,
         "vocab_size": vocab_size,
         "k_cache": pool,

@@ -215,7 +215,7 @@ def least_cost(step: Step) -> float:
 @settings(max_examples=400)
 @given(step=decode_steps())
 def test_no_split_is_much_better(launcher: EmulatedLauncher, step: Step) -> None:
-    # Only some limits are tried, near the best up to 1/23 apart. With the next one a block may take its warps a round longer, and
+    # Only some limits are tried, some percent apart. With the next one a block may take its warps a round longer, and
     # another one be merged that need not be.
     missed = WARPS + float(block_cost(0, MERGED_AT_ONCE, step.group))
     assert made_cost(step, schedule(launcher, step)) <= 1.1 * least_cost(step) + missed
